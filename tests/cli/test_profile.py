@@ -9,6 +9,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
+from support.tiny import tiny_of, write_tiny_gguf
 from twostroke.core.hardware import Hardware
 from twostroke.lab.measure import profile as module
 
@@ -147,6 +148,17 @@ def test_ranks_show_what_they_wait_for(cli: Cli, tiny: str) -> None:
         in_gathers_s = sum(names["gather"]["0"][part] for part in ("time_s",))
         assert 0 < in_gathers_s < step["run_s"]["high"]
     assert "leave it out, or the ranks" in cli("profile", tiny, *ranks, "--plot", "roof.svg").err
+
+
+def test_ranks_show_their_recurrent_layers(cli: Cli, tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "hybrid.gguf", tiny_of("qwen3.5-moe"))
+    ranks = ("--expert-parallel", "2", "--streams", "3", "--context", "20", "--prefill", "20")
+    body = json.loads(cli("profile", str(path), *ranks, "--steps", "2", "--json").out)
+    assert len(body["steps"]) == 2
+    for step in body["steps"]:
+        names = {operation["name"]: operation["ranks"] for operation in step["operations"]}
+        for name in ("convolution", "delta rule"):
+            assert set(names[name]) == {"0", "1"}
 
 
 def test_an_unknown_model_is_refused(cli: Cli) -> None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from twostroke.model.program.cost import CostModel
 
 PAGE_SIZE = 16
+_NUM_STATES = 60  # of models with recurrent layers: a quarter are slots, and the rest more pages
 _by_heads = partial(ParallelOptions, kv_shares="heads")
 _by_places = partial(ParallelOptions, kv_shares="places")
 MESHES: Mapping[str, ParallelOptions] = {
@@ -75,10 +76,15 @@ def page_size(mesh: ParallelOptions) -> int:
     return KV_SPLIT_TOKENS * mesh.num_ranks // mesh.pipeline if by_places else PAGE_SIZE
 
 
-def page_bytes(mesh: ParallelOptions, cost: CostModel) -> int:
-    """Return the bytes of a page on all ranks together."""
+def cache_bytes(mesh: ParallelOptions, cost: CostModel, num_pages: int) -> int:
+    """Return the bytes of pages on all ranks together, and of slots for recurrent states.
+
+    The engine gives slots a quarter of these bytes, which may be few requests' slots.
+    """
     parts = shard(cost.program, mesh_of(mesh, cost.program))
-    return sum(part.program.page_bytes(page_size(mesh), cost.cache) for part in parts)
+    page_bytes = sum(part.program.page_bytes(page_size(mesh), cost.cache) for part in parts)
+    slot_bytes = sum(part.program.state_bytes for part in parts)
+    return num_pages * page_bytes + _NUM_STATES * slot_bytes
 
 
 def plain(context: int, kv_format: str) -> EngineOptions:

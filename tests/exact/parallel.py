@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import rank_kills
 from jobs import all_of, make_job
-from meshes import MESHES, TINY, crowded, models, page_bytes, page_size, plain, suits
+from meshes import MESHES, TINY, cache_bytes, crowded, models, page_size, plain, suits
 from processes import Traces, ranks
 
 from twostroke import LLM
@@ -124,7 +124,7 @@ def _compare(
     for mesh in args.meshes:
         if page_size(MESHES[mesh]) != size or not suits(MESHES[mesh], cost.program):
             continue
-        args.memory = num_pages * page_bytes(MESHES[mesh], cost)
+        args.memory = cache_bytes(MESHES[mesh], cost, num_pages)
         where, start_s = f"{name}, {kv_format}, {mesh}", time.monotonic()
         traces = Traces()
         try:
@@ -158,8 +158,10 @@ def _answers(
                 happened["cached tokens"] += cached
                 happened["chunked prompts"] += len(prompt) - cached > _BUDGET
         seen = llm.engine.client.loop.snapshot()
+        has_states = llm.engine.facts.num_states > 0
     happened["accepted drafts"] = sum(seen.speculation.accepted.values())
-    happened["preemptions"] = seen.scheduler.num_preemptions
+    if not has_states:  # few slots for recurrent states let few requests run
+        happened["preemptions"] = seen.scheduler.num_preemptions
     return results, happened
 
 

@@ -18,7 +18,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from jobs import make_job
-from meshes import MESHES, crowded, page_bytes, page_size, plain
+from meshes import MESHES, cache_bytes, crowded, page_size, plain
 from msgspec.structs import replace
 from processes import Traces, exists, ranks
 
@@ -69,7 +69,7 @@ def run(name: str, path: str, args: argparse.Namespace) -> list[str]:
     for mesh in args.meshes:
         traces, start_s = Traces(), time.monotonic()
         groups = PageGroups(page_size(MESHES[mesh]), windows)
-        memory = _STREAMS * groups.num_needed(args.context) * page_bytes(MESHES[mesh], cost)
+        memory = cache_bytes(MESHES[mesh], cost, _STREAMS * groups.num_needed(args.context))
         sizes = {"memory_bytes": memory, "token_budget": 64, "drafts": 4}
         with LLM(path, crowded(MESHES[mesh], args.context, "f16", **sizes)) as llm:
             load_s = time.monotonic() - start_s
