@@ -21,6 +21,7 @@ from twostroke.core.sampling import SamplingParams
 from twostroke.engine.kv_cache import PagePool, PrefixHit, PrefixIndex, StatePool
 from twostroke.engine.scheduler import Continuous, Scheduler, SchedulerConfig
 from twostroke.engine.scheduler.recurrent_states import SNAPSHOT_TOKENS, with_room_for_states
+from twostroke.model.program.mesh import Mesh
 
 if TYPE_CHECKING:
     from twostroke.engine.scheduler.request_state import RequestState
@@ -243,3 +244,16 @@ def test_a_static_batch_without_room_for_its_states_is_refused() -> None:
     with pytest.raises(MemoryLimitError, match="lower --batch-size to 6, or raise --kv-memory"):
         with_room_for_states(ahead, batch, 24)
     assert with_room_for_states(ahead, BatchOptions(), 24).max_running == 6
+
+
+def test_a_request_needs_a_slot_for_each_stage_of_a_pipeline() -> None:
+    program = hybrid_model()._program
+    memory_bytes = 6 * program.state_bytes + 20 * program.page_bytes(PAGE_SIZE)
+    options = CacheOptions(memory_bytes, context_length=256)
+    num_states = [
+        size_kv_cache(
+            program, options, 256, 0, 10**9, max_running=64, mesh=Mesh((1,) * num_stages)
+        ).num_states
+        for num_stages in (1, 2, 3)
+    ]
+    assert num_states == [3, 4, 5], "of one request, and one for a snapshot"
