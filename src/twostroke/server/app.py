@@ -39,11 +39,10 @@ from twostroke.server.generation.responses import EventStream, respond_whole
 from twostroke.server.generation.running import RunningAnswers, RunningEmbeddings, Submission
 from twostroke.server.http import errors
 from twostroke.server.http.fair_queue import Readers
-from twostroke.server.http.ignored import IgnoredFields
+from twostroke.server.http.ignored import IgnoredFields, RemovedLines
 from twostroke.server.http.limits import body_of
 from twostroke.server.http.logs import AccessLog
 from twostroke.server.http.origins import wants_page
-from twostroke.server.http.removed_lines import RemovedLines
 from twostroke.server.http.request_context import served_of
 from twostroke.server.http.responses import JsonInChunks, to_json, while_connected
 from twostroke.server.http.retry_after import RetryAfter, timeout_of, within_timeout

@@ -22,8 +22,7 @@ from twostroke.engine.disaggregation_stats import (
     PrefillEngineStats,
     PrefillSideStats,
 )
-from twostroke.server.http.ignored import IgnoredFields
-from twostroke.server.http.removed_lines import RemovedLines
+from twostroke.server.http.ignored import IgnoredFields, RemovedLines
 from twostroke.server.observability.metrics import ServerMetrics
 from twostroke.server.options import Objective, ServeOptions
 

@@ -9,8 +9,12 @@ from typing import TYPE_CHECKING, Final, Protocol
 import regex
 
 from twostroke.engine.chat.literal_reader import LiteralReader
-from twostroke.engine.structured_output.argument_values import to_json_literal
-from twostroke.engine.structured_output.notations import BLANKS, JsonNotation, TagNotation
+from twostroke.engine.structured_output.notations import (
+    BLANKS,
+    JsonNotation,
+    TagNotation,
+    to_json_literal,
+)
 from twostroke.engine.structured_output.schema.argument_types import (
     ALL_TYPES,
     STRING_ONLY,

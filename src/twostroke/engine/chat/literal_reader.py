@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import regex
 
-from twostroke.engine.structured_output.argument_values import to_json_literal
-from twostroke.engine.structured_output.notations import BLANKS
+from twostroke.engine.structured_output.notations import BLANKS, to_json_literal
 from twostroke.engine.structured_output.schema.argument_types import ALL_TYPES
 from twostroke.model.tokenizer.preface import partial_match_length
 

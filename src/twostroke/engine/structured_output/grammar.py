@@ -22,13 +22,13 @@ import numpy as np
 
 from twostroke.core.draft_tree import ROOT
 from twostroke.core.errors import RequestError
+from twostroke.engine.structured_output.argument_grammar import with_prepared_schemas
 from twostroke.engine.structured_output.exclusion import Exclusions, TokenTexts
 from twostroke.engine.structured_output.lark import (
     NO_FORCING,
     union_grammar,
     with_reasoning_section,
 )
-from twostroke.engine.structured_output.prepared_rules import with_prepared_schemas
 from twostroke.engine.structured_output.schema.document import Deadline
 from twostroke.engine.structured_output.schema.prepare import prepare
 from twostroke.engine.structured_output.schema.size import (

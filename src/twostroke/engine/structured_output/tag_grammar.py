@@ -14,8 +14,7 @@ from twostroke.engine.structured_output.argument_rules import (
     object_schemas,
     to_lark_pattern,
 )
-from twostroke.engine.structured_output.argument_values import to_json_literal
-from twostroke.engine.structured_output.notations import BLANKS, TagNotation
+from twostroke.engine.structured_output.notations import BLANKS, TagNotation, to_json_literal
 from twostroke.engine.structured_output.schema.argument_types import (
     ALL_TYPES,
     STRING_ONLY,

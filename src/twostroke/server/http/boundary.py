@@ -8,11 +8,10 @@ import secrets
 from typing import TYPE_CHECKING, Final
 from urllib.parse import unquote
 
-from twostroke.server.http import removed_lines
 from twostroke.server.http.body_limits import BodyMemory
 from twostroke.server.http.error_forms import error_form
 from twostroke.server.http.errors import FramingError, HeaderSizeError, report, to_response
-from twostroke.server.http.ignored import HEADER, header_of
+from twostroke.server.http.ignored import HEADER, REMOVED_LINES_HEADER, header_of
 from twostroke.server.http.internal_requests import sender_of
 from twostroke.server.http.limits import check_headers
 from twostroke.server.http.request_context import STATE_KEY, ServedRequest
@@ -100,8 +99,9 @@ class Boundary:
                 if served_request.ignored and served_request.status < 400:
                     message["headers"].append((HEADER.encode(), header_of(served_request.ignored)))
                 if kinds := served_request.removed_lines:
-                    header = (removed_lines.HEADER.encode(), removed_lines.header_of(kinds))
-                    message["headers"].append(header)
+                    message["headers"].append(
+                        (REMOVED_LINES_HEADER.encode(), ", ".join(kinds).encode("ascii"))
+                    )
                 self._responses.labels(served_request.endpoint, str(served_request.status)).inc()
             await send(message)
 

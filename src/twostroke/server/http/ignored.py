@@ -1,4 +1,4 @@
-"""Request fields without effect: reported in a response header, counted and logged."""
+"""Fields without effect, and lines that were removed from prompts: a header, a metric, a log."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 from prometheus_client import Counter
 
+from twostroke.core.changing_lines import KINDS
 from twostroke.core.frozen import Frozen
 from twostroke.server.http.errors import one_line
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from twostroke.server.http.request_context import ServedRequest
 
 HEADER: Final = "twostroke-ignored"
+REMOVED_LINES_HEADER: Final = "twostroke-removed-lines"
 OTHER: Final = "other"  # the metric's label for names that clients invent
 MAX_IGNORED: Final = 64  # recorded names of one request; the header has the first of them
 _MAX_HEADER_NAMES: Final = 20
@@ -103,6 +105,36 @@ class IgnoredFields:
         if not ignored.is_known and ignored.refusal is not None:
             message = str(ignored.refusal())
         _logger.log(level, "Ignored a field, now and from now on: %s", one_line(message))
+
+
+class RemovedLines:
+    """Reports the lines that `--stable-prefix` removes from the prompts of requests."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        """Create the metric that counts requests with removed lines."""
+        self._logged: set[str] = set()
+        self._counter = Counter(
+            "twostroke_removed_lines",
+            "Requests with lines that --stable-prefix removed, by kind.",
+            ("kind",),
+            registry=registry,
+        )
+        for kind in KINDS:
+            self._counter.labels(kind)  # begins at 0
+
+    def note(self, kinds: Iterable[str], served_request: ServedRequest) -> None:
+        """Report the kinds of lines that were removed from a request's prompt.
+
+        The response's header names them, and the log names each kind once.
+        """
+        served_request.removed_lines = tuple(kinds)
+        for kind in served_request.removed_lines:
+            self._counter.labels(kind).inc()
+            if kind not in self._logged:
+                self._logged.add(kind)
+                _logger.info(
+                    "Lines of the kind %s are removed from prompts (--stable-prefix).", kind
+                )
 
 
 def header_of(names: list[str]) -> bytes:
