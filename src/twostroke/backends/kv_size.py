@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _MAX_CONTEXTS = 8  # the default cache holds at most this many contexts of full length
 _MIN_TOKENS_PER_REQUEST = 128  # the default cache holds this many for each running request
 _MAX_STATE_RATIO = 0.25  # of the free memory that recurrent states take
+_FREE_MEMORY_CHANGE = 0.015  # of the available memory, from one start to the next
 _MAX_FREE_MEMORY_RATIO = 0.5  # of the memory that is free after loading the weights
 WORKING_BYTES = 128 * 1024**2  # of the interpreter, the tokenizer and a step's buffers
 
@@ -115,12 +116,15 @@ def size_kv_cache(  # noqa: PLR0913 - each is a fact that only the caller knows
         size = CacheSize(context_length, num_pages, page_size, cache_bytes, kv_format)
         return replace(size, num_states=num_states)
 
-    max_pages = max(0, allowed_bytes - state_bytes) // page_bytes
+    margin = int(_FREE_MEMORY_CHANGE * available_bytes)
+    advised_bytes = min(allowed_bytes, max(free_bytes - margin, 0))
+    max_pages = max(0, advised_bytes - state_bytes) // page_bytes
     shortage = _Shortage(
         name=program.name,
         weight_bytes=weight_bytes,
         available_bytes=available_bytes,
         free_bytes=free_bytes,
+        advised_bytes=advised_bytes,
         memory_bytes=memory_bytes,
         context_length=context_length,
         needed_bytes=pages_for_one * page_bytes + state_bytes,
@@ -156,13 +160,15 @@ def _num_states(
 class _Shortage(Frozen):
     """The facts of a failed check that weights and KV pages fit into memory, for its error.
 
-    `fitting`: the longest context, in tokens, that would fit.
+    `advised_bytes`: memory for the KV cache that will be free at the next start, too. `fitting`:
+    the longest context, in tokens, that fits into it.
     """
 
     name: str
     weight_bytes: int
     available_bytes: int
     free_bytes: int
+    advised_bytes: int
     memory_bytes: int | None
     context_length: int
     needed_bytes: int
@@ -175,7 +181,7 @@ class _Shortage(Frozen):
             f"{self.name} needs {_mb(self.weight_bytes)} for its weights, and --kv-memory asks for "
             f"{_mb(self.memory_bytes or 0)} of KV cache; {self._free_memory()}"
         )
-        max_mb = self.free_bytes // 10**6
+        max_mb = self.advised_bytes // 10**6
         advice = (
             f". Lower --kv-memory to at most {max_mb}MB, which holds "
             f"{counted_noun(self.fitting, 'token')}"
