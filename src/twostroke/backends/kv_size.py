@@ -82,11 +82,7 @@ def size_kv_cache(  # noqa: PLR0913 - each is a fact that only the caller knows
         UsageError: the requested context is longer than the model's own.
         MemoryLimitError: weights and one full context do not fit; the message says what would.
     """
-    context_length = options.context_length or program.context_length
-    if context_length > program.context_length:
-        tokens = counted_noun(program.context_length, "token")
-        message = f"{program.name} was made for at most {tokens} of context"
-        raise UsageError(f"{message}, not {context_length}: lower --context-length.")
+    context_length = _context_length(program, options)
     page_size, memory_bytes = mesh.page_size(options.tokens_in_page), options.memory_bytes
     kv_format = auto_format if options.kv_format == "auto" else options.kv_format
     stored = parts or (program,)
@@ -116,15 +112,14 @@ def size_kv_cache(  # noqa: PLR0913 - each is a fact that only the caller knows
         size = CacheSize(context_length, num_pages, page_size, cache_bytes, kv_format)
         return replace(size, num_states=num_states)
 
-    margin = int(_FREE_MEMORY_CHANGE * available_bytes)
-    advised_bytes = min(allowed_bytes, max(free_bytes - margin, 0))
-    max_pages = max(0, advised_bytes - state_bytes) // page_bytes
+    safe_bytes = max(0, free_bytes - int(_FREE_MEMORY_CHANGE * available_bytes))
+    max_pages = max(0, min(allowed_bytes, safe_bytes) - state_bytes) // page_bytes
     shortage = _Shortage(
         name=program.name,
         weight_bytes=weight_bytes,
         available_bytes=available_bytes,
         free_bytes=free_bytes,
-        advised_bytes=advised_bytes,
+        safe_bytes=safe_bytes,
         memory_bytes=memory_bytes,
         context_length=context_length,
         needed_bytes=pages_for_one * page_bytes + state_bytes,
@@ -132,6 +127,19 @@ def size_kv_cache(  # noqa: PLR0913 - each is a fact that only the caller knows
         group_limit=group_limit,
     )
     raise shortage.kv_memory_error() if asks_too_much else shortage.context_error()
+
+
+def _context_length(program: Program, options: CacheOptions) -> int:
+    """Return the context length that the options ask for, by default the model's own.
+
+    Raises UsageError if it is longer than the model's.
+    """
+    context_length = options.context_length or program.context_length
+    if context_length > program.context_length:
+        tokens = counted_noun(program.context_length, "token")
+        message = f"{program.name} was made for at most {tokens} of context"
+        raise UsageError(f"{message}, not {context_length}: lower --context-length.")
+    return context_length
 
 
 def _num_states(
@@ -160,7 +168,7 @@ def _num_states(
 class _Shortage(Frozen):
     """The facts of a failed check that weights and KV pages fit into memory, for its error.
 
-    `advised_bytes`: memory for the KV cache that will be free at the next start, too. `fitting`:
+    `safe_bytes`: memory for the KV cache that will be free at the next start, too. `fitting`:
     the longest context, in tokens, that fits into it.
     """
 
@@ -168,7 +176,7 @@ class _Shortage(Frozen):
     weight_bytes: int
     available_bytes: int
     free_bytes: int
-    advised_bytes: int
+    safe_bytes: int
     memory_bytes: int | None
     context_length: int
     needed_bytes: int
@@ -181,7 +189,7 @@ class _Shortage(Frozen):
             f"{self.name} needs {_mb(self.weight_bytes)} for its weights, and --kv-memory asks for "
             f"{_mb(self.memory_bytes or 0)} of KV cache; {self._free_memory()}"
         )
-        max_mb = self.advised_bytes // 10**6
+        max_mb = self.safe_bytes // 10**6
         advice = (
             f". Lower --kv-memory to at most {max_mb}MB, which holds "
             f"{counted_noun(self.fitting, 'token')}"
