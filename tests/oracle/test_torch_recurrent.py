@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from support.programs import VOCAB_SIZE, hybrid_program, random_tensors
+from support.programs import MIXERS, VOCAB_SIZE, hybrid_program, random_tensors
 from support.row_by_row import RowByRow
 from support.schedules import Setting, fresh, random_requests, run_schedule
 from twostroke.backends.reference import ReferenceBackend
@@ -37,6 +37,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "grouped": {},
     "tiled": {"is_tiled": True},
     "odd": {"num_value_heads": 2, "key_dim": 10, "value_dim": 23, "kernel": 1},
+    "convolution": {"mixer": "convolution", "has_bias": True},
+    "mamba": {"mixer": "mamba"},
+    "odd mamba": {"mixer": "mamba", "num_groups": 3, "state_size": 10, "head_dim": 23}
+    | {"min_step": 0.3, "max_step": 0.9},
 }
 
 
@@ -52,9 +56,14 @@ def test_logits_and_values_are_those_of_the_reference(shape: str) -> None:
         np.testing.assert_allclose(actual[name], expected[name], 1e-2, 1e-3, err_msg=name)
 
 
-@pytest.mark.parametrize("attends", [(False, False, True, False), (False, False)])
-def test_tokens_are_those_of_the_reference_on_any_schedule(attends: tuple[bool, ...]) -> None:
-    program = hybrid_program(attends)
+@pytest.mark.parametrize(
+    ("attends", "mixer"),
+    [((False, False), "delta"), *(((False, False, True, False), mixer) for mixer in MIXERS)],
+)
+def test_tokens_are_those_of_the_reference_on_any_schedule(
+    attends: tuple[bool, ...], mixer: str
+) -> None:
+    program = hybrid_program(attends, mixer)
     tensors = random_tensors(program)
     chance = random.Random(7)
     requests = random_requests(chance, 8, VOCAB_SIZE, longest=50, most_output=20)

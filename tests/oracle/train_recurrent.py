@@ -63,6 +63,8 @@ SIZES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "lfm2-moe": ({}, {}),
     "granite-hybrid": ({}, {"mamba_expand": 1}),
     "granite-hybrid-experts": ({}, {"mamba_expand": 1}),
+    "nemotron-h": ({}, {}),
+    "nemotron-h-experts": ({}, {}),
 }
 # The ends of the names of weights that training must move.
 WATCHED = ("A_log", "dt_bias", "sinks", "conv.conv.weight")

@@ -17,7 +17,12 @@ MESHES = [
     Mesh(column_parts=(1,) * 5),  # more than there are heads
     Mesh((1, 1), 2, (1, 2)),
 ]
-ALL_PROGRAMS = PROGRAMS | {"hybrid": hybrid_program(value_dim=32)}
+ALL_PROGRAMS = PROGRAMS | {
+    "hybrid": hybrid_program(value_dim=32),
+    "convolution": hybrid_program(mixer="convolution"),
+    "mamba": hybrid_program(mixer="mamba", head_dim=32),
+    "mamba, one group": hybrid_program(mixer="mamba", num_groups=1),
+}
 TOKENS = [(7 * i * i + 3) % 250 for i in range(37)]
 
 
