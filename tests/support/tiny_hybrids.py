@@ -30,7 +30,7 @@ _CONVOLUTION = Convolution((False, False, True, False))
 _LFM2 = Variant(
     "lfm2",
     "lfm2",
-    sizes={"num_layers": 4},
+    sizes={"num_layers": 4, "num_heads": 4, "num_kv_heads": 2},
     metadata=convolution_metadata(_CONVOLUTION, 2),
     config=convolution_config(_CONVOLUTION) | {"intermediate_size": 192, "block_multiple_of": 32},
     layer_names=CONVOLUTION_NAMES,
@@ -94,7 +94,7 @@ _GRANITE_HYBRID = replace(
     GRANITE,
     architecture="granitehybrid",
     model_type="granitemoehybrid",
-    sizes={"num_layers": 4},
+    sizes={"num_layers": 4, "num_heads": 4, "num_kv_heads": 2},
     metadata={
         **GRANITE.metadata,
         **mamba_metadata(_MAMBA, 2),
@@ -136,7 +136,7 @@ _NEMOTRON_MAMBA = Mamba((False, True, False, False), (True, False, False, True))
 _NEMOTRON_H = Variant(
     "nemotron_h",
     "nemotron_h",
-    sizes={"num_layers": 4, "tied": False},
+    sizes={"num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "tied": False},
     metadata=mamba_metadata(_NEMOTRON_MAMBA, 2) | {"feed_forward_length": [0, 0, 128, 0]},
     config=nemotron_config(_NEMOTRON_MAMBA, "M*-M"),
     layer_names=nemotron_names(has_experts=False),

@@ -126,8 +126,8 @@ def mamba_weights(rng: np.random.Generator, tiny: Tiny, sizes: Mamba) -> Weights
     """Return random weights of a layer's Mamba-2."""
     hidden, heads, mixed = tiny.hidden_size, sizes.num_heads, sizes.mixed_width
     return {
-        "ssm_in.weight": _matrix(rng, sizes.width + mixed + heads, hidden) * np.float32(2),
-        "ssm_conv1d.weight": _matrix(rng, mixed, sizes.kernel),
+        "ssm_in.weight": _matrix(rng, sizes.width + mixed + heads, hidden),
+        "ssm_conv1d.weight": _matrix(rng, mixed, sizes.kernel) * np.float32(0.6),
         "ssm_conv1d.bias": (0.2 * rng.standard_normal(mixed)).astype(np.float32),
         "ssm_a": -rng.uniform(0.05, 2, heads).astype(np.float32),
         "ssm_dt.bias": rng.standard_normal(heads).astype(np.float32),
