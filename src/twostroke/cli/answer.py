@@ -31,7 +31,9 @@ class AnswerStream:
         `tokenizer` decodes the answer's tokens.
         """
         self._console = console
-        self._reader = AnswerReader(AnswerFormat(preface=preface), tokenizer)
+        has_channels = preface is not None and preface.has_channels
+        reading = AnswerFormat(preface=preface, has_channels=has_channels)
+        self._reader = AnswerReader(reading, tokenizer)
         self._markdown: MarkdownStream | None = None
         self._begins_with_text = preface is None
         self._text = self._reasoning = ""

@@ -35,11 +35,13 @@ class ReasoningSection(Frozen):
         end: the text that closes the reasoning.
         closing: the text that the engine writes when the budget of the reasoning is used up: `end`
             with the blanks that the model's chat template has around it. Empty for `end` alone.
+        has_channels: whether the model's answers are messages in channels (harmony).
     """
 
     begin: str
     end: str
     closing: str = ""
+    has_channels: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,7 @@ class Constraint:
         param: the caller's name of the constraint, for errors.
         preface: a section of reasoning that may precede the text.
         alternative: another constraint that the answer may follow instead.
+        begin: a text before the constrained text, such as the header of a channel.
         excluded: texts that the answer, with its preface, must not begin with.
         is_strict: whether an answer that breaks its JSON Schema is an error.
 
@@ -86,6 +89,7 @@ class Constraint:
     param: str = field(default="constraint", compare=False)
     preface: ReasoningSection | None = None
     alternative: Constraint | None = None
+    begin: str = ""
     excluded: tuple[ExcludedPrefix, ...] = field(default=(), compare=False)
     is_strict: bool = field(default=False, compare=False)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec.structs import replace
 
 from twostroke.core.frozen import Frozen
+from twostroke.engine.chat import harmony
 from twostroke.engine.structured_output.notations import (
     JSON,
     JsonNotation,
@@ -61,6 +62,7 @@ class CallForm(Frozen, kw_only=True):
         loose_begin: the end of `head`, if models write it without the text before.
         marks: other texts of the form that a vocabulary may have as special tokens.
         has_own_tokens: whether only models with this form have all these tokens.
+        has_channels: whether a call is a message in a channel (`harmony.py`).
     """
 
     mark: str
@@ -78,6 +80,7 @@ class CallForm(Frozen, kw_only=True):
     loose_begin: str = ""
     marks: tuple[str, ...] = ()
     has_own_tokens: bool = False
+    has_channels: bool = False
 
     @property
     def opening(self) -> str:
@@ -362,7 +365,19 @@ def _pairs_in_list(suffix: str) -> CallForm:
     )
 
 
-# A model has the first form that fits the calls in its template's output.
+HARMONY: Final = CallForm(
+    mark=harmony.CHANNEL,
+    head=" to=functions.",
+    middle=f"{harmony.CHANNEL}commentary json{harmony.MESSAGE}",
+    tail=harmony.CALL,
+    between="",
+    is_quoted=False,
+    marks=harmony.MARKS,
+    has_channels=True,
+)
+
+# The forms that `CallReader` reads, all but `HARMONY`. A model has the first form that fits the
+# calls in its template's output.
 FORMS: Final[dict[str, CallForm]] = {
     "hermes": HERMES,
     "mistral list": CallForm(mark="[TOOL_CALLS]", begin="[TOOL_CALLS] [", between=", ", end="]"),

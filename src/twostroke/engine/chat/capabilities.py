@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from twostroke.core.errors import TwostrokeError
 from twostroke.core.frozen import Frozen
-from twostroke.engine.chat.call_forms import FORMS, HERMES, CallForm
+from twostroke.engine.chat.call_forms import FORMS, HARMONY, HERMES, CallForm
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -165,7 +165,8 @@ class _Probe(Frozen):
         if not name:
             return None
         answer = before[num_common:]
-        fitted = (form.fitted(before, answer, after, _ARGUMENTS) for form in FORMS.values())
+        forms = (HARMONY, *FORMS.values())
+        fitted = (form.fitted(before, answer, after, _ARGUMENTS) for form in forms)
         return next((form for form in fitted if form is not None), None)
 
     def writes_results(self, *, has_calls: bool = True) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from twostroke.core.constraint import ReasoningSection
 from twostroke.core.errors import ModelFormatError, RequestError, TwostrokeError
 from twostroke.core.frozen import Frozen
 from twostroke.engine.chat.capabilities import find_capabilities
+from twostroke.engine.chat.harmony import BEGIN_OF_ANSWER, MARKS, with_one_analysis
 from twostroke.engine.chat.messages import (
     RefusedByTemplateError,
     check_are_messages,
@@ -66,6 +68,7 @@ class PreparedChat(Frozen):
         calls: the tools that may be called, and the form of calls.
         tokenizer: the model's tokenizer.
         continues: whether the answer continues text at the end of the prompt.
+        has_channels: whether the answer is messages in channels (harmony).
     """
 
     prompt: Prompt
@@ -74,6 +77,7 @@ class PreparedChat(Frozen):
     tokenizer: Tokenizer
     continues: bool = False
     section_after_calls: ReasoningSection | None = None
+    has_channels: bool = False
 
     def constrained(self, params: SamplingParams) -> SamplingParams:
         """Return a request's sampling parameters with constraints for tool calls and reasoning.
@@ -85,6 +89,10 @@ class PreparedChat(Frozen):
             params = replace(params, drops_space=True)
         constraint = params.constraint if self.calls is None else self.calls.constraint()
         marks = () if self.calls is None else self.calls.form.all_marks
+        if self.has_channels:
+            marks = MARKS
+            if self.calls is None and constraint is not None and not self.continues:
+                constraint = dataclasses.replace(constraint, begin=BEGIN_OF_ANSWER)
         if self.preface is not None:
             later = self.section_after_calls or self.preface
             marks = (later.begin, later.end, *marks)
@@ -109,10 +117,12 @@ class PreparedChat(Frozen):
 
         Without `splits_reasoning`, reasoning stays in the text.
         """
-        reading = AnswerFormat()
+        reading = AnswerFormat(
+            has_channels=self.has_channels, continues_text=self.has_channels and self.continues
+        )
         if splits_reasoning:
-            reading = AnswerFormat(
-                preface=self.preface, section_after_calls=self.section_after_calls
+            reading = replace(
+                reading, preface=self.preface, section_after_calls=self.section_after_calls
             )
         if self.calls is None:
             return reading
@@ -231,6 +241,8 @@ class ProbedTemplate:
         if has_tools:
             checked = fit_to_template(checked, tools, self.capabilities)
             tools_to_show = [*tools] if tools and self.capabilities.shows_tools else tools_to_show
+        if self.marks is not None and self.marks.has_channels:
+            checked = with_one_analysis(checked)
         for message in checked:
             if message["content"] is None and not message.get("tool_calls"):
                 message["content"] = ""
@@ -388,7 +400,15 @@ class Chat:
         probed = self._template_for(has_tools=tools is not None)
         preface = None if probed.marks is None else preface_of(probed.marks, prompt, continued)
         calls = later = None
-        if probed.marks is not None and preface is not None and tools is not None:
+        has_channels = probed.marks is not None and probed.marks.has_channels
+        if has_channels and answer is not None and not continued:
+            answer = dataclasses.replace(answer, begin=BEGIN_OF_ANSWER)
+        if (
+            probed.marks is not None
+            and preface is not None
+            and tools is not None
+            and not has_channels
+        ):
             later = ReasoningSection(probed.marks.begin, probed.marks.end)
         if tools is not None:
             form = probed.capabilities.form
@@ -408,6 +428,7 @@ class Chat:
             self._tokenizer,
             continues=bool(continued),
             section_after_calls=later,
+            has_channels=has_channels,
         )
 
     def supported_thinking(

@@ -19,6 +19,7 @@ from twostroke.engine.chat.call_reader import (
     ReasoningPiece,
     TextPiece,
 )
+from twostroke.engine.chat.channel_reader import ChannelReader
 from twostroke.model.tokenizer.preface import ReasoningSplitter, ReasoningTokenCounter, SegmentKind
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ class AnswerFormat(Frozen):
         customs: functions whose only argument is read as text.
         preface: the reasoning section, if it is separated from the answer.
         section_after_calls: further reasoning that may follow a call, if reasoning is separated.
+        has_channels: whether answers are messages in channels (harmony).
+        continues_text: whether an answer in channels begins within the text of a message.
     """
 
     functions: tuple[str, ...] = ()
@@ -73,11 +76,13 @@ class AnswerFormat(Frozen):
     customs: frozenset[str] = frozenset()
     preface: ReasoningSection | None = None
     section_after_calls: ReasoningSection | None = None
+    has_channels: bool = False
+    continues_text: bool = False
 
     @property
     def is_plain(self) -> bool:
         """Whether answers have only text, without reasoning and tool calls to separate."""
-        return not self.functions and self.preface is None
+        return not (self.functions or self.preface or self.has_channels)
 
     def reader(self, tokenizer: Tokenizer) -> AnswerReader:
         """Return a reader that separates the parts of one answer."""
@@ -95,8 +100,14 @@ class AnswerReader:
 
     def __init__(self, reading: AnswerFormat, tokenizer: Tokenizer) -> None:
         preface = reading.preface
-        self._calls = None
-        if reading.functions:
+        self._calls: CallReader | ChannelReader | None = None
+        if reading.has_channels:
+            self._calls = ChannelReader(
+                reading.functions,
+                splits_reasoning=preface is not None,
+                continues_text=reading.continues_text,
+            )
+        elif reading.functions:
             self._calls = CallReader(
                 reading.functions,
                 reading.form,
@@ -107,7 +118,7 @@ class AnswerReader:
             )
         self._customs = reading.customs
         self._free_text: FreeTextReader | None = None  # of the newest call
-        self._cutter = ReasoningSplitter(preface) if preface else None
+        self._cutter = ReasoningSplitter(preface) if preface and not reading.has_channels else None
         self._counter = ReasoningTokenCounter(preface, tokenizer) if preface else None
         self._reasoning = BlankTrimmer(skips_first=True)
         self._is_after_preface = False  # with only blanks since the end of the reasoning

@@ -12,6 +12,7 @@ from twostroke.core.constraint import ReasoningSection
 from twostroke.core.errors import Field, RequestError, nearest
 from twostroke.core.frozen import Frozen
 from twostroke.core.sampling import MAX_TOKENS
+from twostroke.engine.chat.harmony import BEGIN_OF_REASONING, END_OF_REASONING, is_harmony
 from twostroke.engine.structured_output.lark import special_marks
 from twostroke.model.tokenizer import Piece, Prompt
 
@@ -66,6 +67,7 @@ class ReasoningMarks(Frozen):
         is_opened: whether each rendered prompt ends with `begin`.
         closing: `end` with the blanks around it that the template writes.
         has_two_efforts: whether the template's efforts are `no_think`, `low` and `high`.
+        has_channels: whether the reasoning is a message in a channel (`harmony.py`).
     """
 
     begin: str
@@ -74,6 +76,7 @@ class ReasoningMarks(Frozen):
     is_opened: bool = False
     closing: str = ""
     has_two_efforts: bool = False
+    has_channels: bool = False
 
 
 class Thinking(Frozen):
@@ -107,6 +110,10 @@ def find_marks(template: ChatTemplate, tokenizer: Tokenizer) -> ReasoningMarks |
 
     None if there are no marks.
     """
+    if is_harmony(template.source, tokenizer):
+        return ReasoningMarks(
+            BEGIN_OF_REASONING, END_OF_REASONING, is_of_template=True, has_channels=True
+        )
     for begin, end in _PAIRS:
         if end in template.source or end in template.formatted_texts:
             return _marks_in(template, begin, end)
@@ -157,6 +164,9 @@ def preface_of(marks: ReasoningMarks, prompt: Prompt, continued: str) -> Reasoni
     None if the prompt ends after its reasoning. `continued` is the text at the end of the prompt
     that the answer continues.
     """
+    if marks.has_channels:
+        section = ReasoningSection(marks.begin, marks.end, has_channels=True)
+        return None if continued.strip() else section
     inside = ReasoningSection("", marks.end, marks.closing)
     if continued.strip():
         _, opened, since = continued.rpartition(marks.begin)

@@ -12,6 +12,7 @@ from twostroke.core.constraint import Constraint
 from twostroke.core.errors import RequestError
 from twostroke.core.frozen import Frozen
 from twostroke.engine.chat.call_forms import INDEX, Unmarked
+from twostroke.engine.chat.harmony import HarmonyGrammar
 from twostroke.engine.structured_output.argument_grammar import ArgumentsRule
 from twostroke.engine.structured_output.lark import (
     section_begin,
@@ -157,7 +158,7 @@ class ToolForm(Frozen):
         Small models write each JSON answer like a call. After a result, where an answer is likely,
         only an object in a Markdown fence is a call, since JSON cannot begin with a fence.
         """
-        if not self.form.has_json:
+        if not self.form.has_json or self.form.has_channels:
             return Unmarked.NONE
         if self.answer is None:
             return Unmarked.ALL
@@ -167,6 +168,10 @@ class ToolForm(Frozen):
 
     def constraint(self) -> Constraint:
         """Return the constraint of the model's answers, with and without tool calls."""
+        answer = None if self.tools.is_forced else self.answer
+        if self.form.has_channels:
+            rules = self._rules_of_channels()
+            return Constraint("lark", "\n".join(rules), "tools", self.preface, answer)
         grammar = CallGrammar(
             self.tools, self.form, self.tokenizer, self.preface, self.section_after_calls
         )
@@ -176,8 +181,17 @@ class ToolForm(Frozen):
             rules = grammar.calls_or_constraint(self.unmarked)
         else:
             rules = grammar.calls_in_text()
-        answer = None if self.tools.is_forced else self.answer
         return Constraint("lark", "\n".join(rules), "tools", self.preface, answer)
+
+    def _rules_of_channels(self) -> Iterator[str]:
+        """Return the rules of a grammar for answers in channels that may call the tools."""
+        arguments = [
+            arguments_rule(f"args{index}", function, self.form, self.tokenizer)
+            for index, function in enumerate(self.tools.functions)
+        ]
+        grammar = HarmonyGrammar(self.tools.names, arguments, self.tokenizer)
+        has_text = not self.tools.is_forced and self.answer is None
+        return grammar.calls_or_text() if has_text else grammar.calls()
 
     def function_constraint(self, function: Function) -> Constraint:
         """Return a constraint whose refusal says why a function's schema cannot be enforced."""

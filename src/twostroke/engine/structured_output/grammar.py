@@ -27,6 +27,7 @@ from twostroke.engine.structured_output.exclusion import Exclusions, TokenTexts
 from twostroke.engine.structured_output.lark import (
     NO_FORCING,
     union_grammar,
+    with_begin,
     with_reasoning_section,
 )
 from twostroke.engine.structured_output.schema.document import Deadline
@@ -280,6 +281,8 @@ class Grammars:
                 self._schema_verifier.check_schema(constraint.text)
             except UncheckedError as error:
                 raise _refusal(constraint, str(error)) from None
+        if constraint.begin:
+            text = with_begin(constraint.begin, text, self._tokenizer)
         return text, unenforced_keywords
 
     @cached_property

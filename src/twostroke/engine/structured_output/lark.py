@@ -118,6 +118,16 @@ def with_reasoning_section(preface: ReasoningSection, grammar: str, tokenizer: T
     return json.dumps({"grammars": [outer, *_named("answer", grammar)]})
 
 
+def with_begin(begin: str, grammar: str, tokenizer: Tokenizer) -> str:
+    """Return a grammar for the text `begin`, and then text that `grammar` allows.
+
+    A grammar is in Lark's notation, or one of llguidance's JSON objects.
+    """
+    start = f"start: {to_lark(begin, special_marks((begin,), tokenizer))} @rest"
+    outer = {"name": "begun", "lark_grammar": start}
+    return json.dumps({"grammars": [outer, *_named("rest", grammar)]})
+
+
 def _named(name: str, grammar: str) -> list[dict[str, object]]:
     """Return a grammar as llguidance's JSON objects; rules can refer to the first by `name`."""
     parts = json.loads(grammar)["grammars"] if grammar[0] == "{" else [{"lark_grammar": grammar}]

@@ -93,8 +93,8 @@ def byte_splitter(preface: ReasoningSection) -> ReasoningSplitter:
 
     A token's bytes may be a part of a character.
     """
-    marks = (mark.encode().decode("latin-1") for mark in (preface.begin, preface.end))
-    return ReasoningSplitter(type(preface)(*marks))
+    begin, end = (mark.encode().decode("latin-1") for mark in (preface.begin, preface.end))
+    return ReasoningSplitter(type(preface)(begin, end))
 
 
 class ReasoningTokenCounter:
