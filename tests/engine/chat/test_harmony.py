@@ -23,6 +23,7 @@ from twostroke.engine.chat.harmony import MARKS
 from twostroke.engine.chat.reasoning import Thinking
 from twostroke.engine.chat_answer import read_tools
 from twostroke.engine.structured_output.grammar import Grammars
+from twostroke.engine.structured_output.reasoning_budget import ReasoningBudget
 from twostroke.model.tokenizer import from_gguf
 
 if TYPE_CHECKING:
@@ -243,6 +244,16 @@ def test_structured_output_is_the_final_message(has_tools: bool) -> None:
     assert not allows(constraint, whole)
     assert not allows(constraint, f"{ANALYSIS}{FINAL}Sunny.")
     assert allows(constraint, f"{ANALYSIS}{CALL}") == has_tools
+
+
+def test_a_budget_ends_the_analysis_with_the_tokens_of_its_marks() -> None:
+    section = prepared(has_tools=False).preface
+    assert section is not None
+    budget = ReasoningBudget(
+        section, 8, max_output=99, tokenizer=tokenizer(), vocab_size=tokenizer().vocab_size
+    )
+    texts = [tokenizer().token_text(token) for token in budget.closing]
+    assert texts == ["<|end|>", "<|start|>", *"assistant"]
 
 
 def test_marks_are_shown_and_a_call_or_a_return_ends_the_answer() -> None:

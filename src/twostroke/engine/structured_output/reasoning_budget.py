@@ -229,6 +229,8 @@ def _mark_tokens(text: str, preface: ReasoningSection, tokenizer: Tokenizer) -> 
         before, has_mark, after = text.partition(mark)
         if has_mark and token is not None:
             return [*tokenizer.encode_exact(before), token, *tokenizer.encode_exact(after)]
+    if preface.has_channels:
+        return tokenizer.encode(text, add_special=False, parse_special=True)
     return tokenizer.encode_exact(text)
 
 
