@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jsonschema_rs
 import pytest
@@ -22,6 +22,9 @@ from twostroke.engine.chat.call_reader import (
 )
 from twostroke.engine.chat.tools import Function, ToolForm, Tools
 from twostroke.engine.structured_output.grammar import Grammars
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 CONTROL, USER_DEFINED = 3, 4
 NOTATIONS = [name for name, form in FORMS.items() if not form.has_json]
@@ -69,12 +72,16 @@ def tool_form(
     return ToolForm(tools, form, tokenizer)
 
 
-def accepts(form: ToolForm, text: str) -> bool:
-    """Return whether the grammar of tools allows a text as a whole answer."""
+def checker(form: ToolForm) -> Callable[[str], bool]:
+    """Return a function that tells whether the grammar of tools allows a text as an answer."""
     tokenizer = form.tokenizer
     matcher = Grammars(tokenizer, tokenizer.vocab_size).matcher(form.constraint())
-    tokens = [*tokenizer.encode(text, parse_special=True), min(tokenizer.eos_ids)]
-    return matcher.count_allowed((), tokens) == len(tokens)
+
+    def is_allowed(text: str) -> bool:
+        tokens = [*tokenizer.encode(text, parse_special=True), min(tokenizer.eos_ids)]
+        return matcher.count_allowed((), tokens) == len(tokens)
+
+    return is_allowed
 
 
 def read(
@@ -131,15 +138,16 @@ def test_grammars_allow_calls_that_fit_and_no_others(name: str, kind: int | None
             asked = tool_form(
                 name, SCHEMAS, is_forced=is_forced, is_parallel=is_parallel, kind=kind
             )
-            assert accepts(asked, one)
-            assert accepts(asked, two) is is_parallel
+            is_allowed = checker(asked)
+            assert is_allowed(one)
+            assert is_allowed(two) is is_parallel
             for text in ("hello", "", "a {b} [c] <d>"):
-                assert accepts(asked, text) is not is_forced
+                assert is_allowed(text) is not is_forced
             mark = form.mark if form.is_bare else ""
-            assert accepts(asked, f"Well.\n{mark}{one}") is not is_forced
+            assert is_allowed(f"Well.\n{mark}{one}") is not is_forced
             for text in wrong:
                 is_text = form.is_bare and "rain" in text  # a list of an unknown function
-                assert not accepts(asked, text) or (is_text and not is_forced), text
+                assert not is_allowed(text) or (is_text and not is_forced), text
 
 
 @pytest.mark.parametrize("name", NOTATIONS)
@@ -170,7 +178,7 @@ def test_random_tools_and_arguments_are_held_and_read_back(name: str) -> None:
         if _is_ambiguous(schema):  # `5` may be a number or a string
             assert [function for function, _ in result[1]] == ["f", "f_2"]
             continue
-        assert accepts(tool_form(name, schemas, is_forced=True, kind=None), text)
+        assert checker(tool_form(name, schemas, is_forced=True, kind=None))(text)
         assert result == ("", [("f", values), ("f_2", {})], True)
 
 
@@ -315,15 +323,15 @@ LOOSE = (
 def test_a_call_without_the_mark_before_its_function_is_held_and_read() -> None:
     calls = [("weather", {"city": "Oslo", "days": 2})]
     for kind in (CONTROL, None):
-        form = tool_form("tags", SCHEMAS, is_forced=False, kind=kind)
+        is_allowed = checker(tool_form("tags", SCHEMAS, is_forced=False, kind=kind))
         for before in ("", "Well.\n"):
             for after in ("", "\n</tool_call>"):
                 text = f"{before}{LOOSE}{after}"
-                assert accepts(form, text)
+                assert is_allowed(text)
                 assert read("tags", text, SCHEMAS) == (before.strip(), calls, True)
-            assert not accepts(form, f"{before}{LOOSE}".replace("2", "two"))
+            assert not is_allowed(f"{before}{LOOSE}".replace("2", "two"))
         for text in ("<function=rain>\n", f"See <function=x>: {LOOSE}", "a <function= b"):
-            assert accepts(form, text)
+            assert is_allowed(text)
     assert read("tags", "<function=rain>\n", SCHEMAS) == ("<function=rain>\n", [], False)
 
 
@@ -348,7 +356,7 @@ def test_a_schema_that_a_notation_cannot_hold_is_refused_if_it_is_strict(
     relaxed = form.without_refused(grammars.refusal)
     assert relaxed is not form
     text = FORMS[name].write([("f", '{"a": "x"}')])
-    assert accepts(relaxed, text)
+    assert checker(relaxed)(text)
     strict = Function("f", schema, "tools", is_strict=True)
     tools = Tools((), (strict,), is_forced=True, is_parallel=True)
     with pytest.raises(RequestError, match=r"(form|used)"):
