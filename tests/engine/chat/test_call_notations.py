@@ -278,7 +278,7 @@ class Counted(str):
 def test_garbage_is_read_the_same_however_it_is_cut(name: str) -> None:
     form, rng = FORMS[name], random.Random(name)
     parts = [*_notation_snippets(name), *form.all_marks, form.opening, form.tail, form.middle]
-    parts += ["weather", "city", "<", "\n", " " * 499, "x", "</", "{", '"', "=", "("]
+    parts += ["weather", "city", "<", "\n", " " * 499, "x", "</", *"{}[]()", '"', "'", "=", ","]
     parts += [form.write([("weather", json.dumps(ARGUMENTS))])]
     for _ in range(200):
         text = ""

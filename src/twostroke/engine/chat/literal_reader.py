@@ -94,8 +94,9 @@ class LiteralReader:
             return offset
         name = "".join(self._texts).strip(BLANKS)
         self._texts = []
-        if text[offset] != sign:  # no name: skipped
-            return offset
+        if text[offset] != sign:  # no name: the text is skipped
+            is_end = text[offset] == "," or self._closes(text[offset])
+            return offset if is_end else offset + 1
         self._add_separator()
         self._json.append(f"{json.dumps(name, ensure_ascii=False)}: ")
         self._state = self._read_value
