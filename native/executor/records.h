@@ -248,7 +248,8 @@ struct SliceRecord {
 };
 
 /// The slots of a slice's recurrent states: before its first row, or kNone for zeros, and after its
-/// last. Both are the same if it continues another slice with this slot.
+/// last, unless `row_states` of the step names other slots. Both are the same if it continues
+/// another slice with this slot.
 struct StateRecord {
   int32_t read;
   int32_t write;
@@ -284,6 +285,9 @@ struct StepRecord {
   const StoreRecord* stores;  // by row, ascending
   const CopyRecord* copies;   // no page is in two of them as `to`, or as both
   const StateRecord* states;  // of each slice; null if the plan has no recurrent states
+  /// (num_rows) the slot for the recurrent state after each row, or kNone, which the last row of a
+  /// slice never has. Null: only the last row of each slice stores its state.
+  const int32_t* row_states;
   int64_t table_stride;
   int32_t num_rows;
   int32_t num_generated;

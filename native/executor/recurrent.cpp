@@ -12,17 +12,22 @@ namespace {
 constexpr int64_t kColumnUnit = 16;  // of a convolution, in one cache line
 constexpr int64_t kHeadsPerThread = 4;
 
-/// Where a slice's state of an operation lies before it and after it; `read` is null for zeros.
+/// Where a slice's state of an operation lies before it, or null for zeros, and where the states
+/// after its rows go: from number `first_value` of the state on.
 struct StatePlaces {
   const float* read;
-  float* write;
+  StateTarget target;
 };
 
-StatePlaces places_of(const Plan& plan, const StepRecord& step, const OpRecord& op, int32_t slice) {
+StatePlaces places_of(const Plan& plan, const StepRecord& step, const OpRecord& op, int32_t slice,
+                      int64_t first_value) {
   const StateRecord& slots = step.states[slice];
-  float* states = plan.states + plan.state_offsets[static_cast<size_t>(op.layer)];
+  float* states = plan.states + plan.state_offsets[static_cast<size_t>(op.layer)] + first_value;
+  static_assert(StateTarget::kNoSlot == kNone);
   return {slots.read == kNone ? nullptr : states + slots.read * plan.state_stride,
-          states + slots.write * plan.state_stride};
+          {states + slots.write * plan.state_stride,
+           step.row_states == nullptr ? nullptr : step.row_states + step.slices[slice].row, states,
+           plan.state_stride}};
 }
 
 /// Calls body(slice, its record) for the slices that a run has, in the order of their tokens.
@@ -67,7 +72,7 @@ void run_convolution(Worker& worker, const OpRecord& op) {
   const int64_t end = std::min<int64_t>(worker.part_end(num_units) * kColumnUnit, op.width);
   for (const StateRun& run : worker.step.state_runs) {
     for_slices(worker.step, run, [&](int32_t index, const SliceRecord& slice) {
-      const StatePlaces places = places_of(worker.plan, worker.step.record, op, index);
+      const StatePlaces places = places_of(worker.plan, worker.step.record, op, index, 0);
       const int64_t x_stride = worker.stride(op.x);
       const int64_t out_stride = worker.stride(output.buffer);
       const ConvolutionRows rows{worker.buffer(op.x) + slice.row * x_stride,
@@ -76,7 +81,7 @@ void run_convolution(Worker& worker, const OpRecord& op) {
                                  out_stride,
                                  slice.num_rows,
                                  places.read,
-                                 places.write};
+                                 places.target};
       convolve(convolution, rows, begin, end);
     });
   }
@@ -137,8 +142,8 @@ void run_state_heads(Worker& worker, const OpRecord& op) {
     const StateHead sizes = head_of(worker, op, whole_head);
     const StateRun& run = runs[static_cast<size_t>(ticket / num_parts / op.num_heads)];
     for_slices(worker.step, run, [&](int32_t index, const SliceRecord& slice) {
-      const StatePlaces places = places_of(worker.plan, worker.step.record, op, index);
       const int64_t first_value = head * op.x_head * value_dim;
+      const StatePlaces places = places_of(worker.plan, worker.step.record, op, index, first_value);
       const auto row_of = [&](int32_t buffer) {
         return worker.buffer(buffer) + slice.row * worker.stride(buffer);
       };
@@ -155,8 +160,8 @@ void run_state_heads(Worker& worker, const OpRecord& op) {
                                row_of(output.buffer) + head * value_dim,
                                worker.stride(output.buffer),
                                slice.num_rows,
-                               places.read == nullptr ? nullptr : places.read + first_value,
-                               places.write + first_value};
+                               places.read,
+                               places.target};
       const auto compute = op.kind == OpKind::DeltaRule ? delta_rule : mamba2;
       compute(sizes, rows, begin, end, worker.memory.states.floats());
     });

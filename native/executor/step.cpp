@@ -285,6 +285,19 @@ bool is_inside(const Plan& plan, const StateRecord& slots) {
   return is_read && slots.write >= 0 && slots.write < plan.num_states;
 }
 
+/// Refuses slots of single rows that do not exist; the last row of a slice must have one.
+void check_row_states(const Plan& plan, const StepRecord& record) {
+  if (record.row_states == nullptr) return;
+  const auto is_slot = [&](int32_t slot) { return slot >= 0 && slot < plan.num_states; };
+  const auto is_known = [&](int32_t slot) { return slot == kNone || is_slot(slot); };
+  bool are_known = std::all_of(record.row_states, record.row_states + record.num_rows, is_known);
+  for (int32_t i = 0; i < record.num_slices; ++i) {
+    const SliceRecord& slice = record.slices[i];
+    are_known = are_known && is_slot(record.row_states[slice.row + slice.num_rows - 1]);
+  }
+  if (!are_known) throw std::out_of_range("state");
+}
+
 bool is_page(const Plan& plan, int32_t page) { return page >= 0 && page < plan.num_pages; }
 
 /// Whether every page that the slice's rows see exists; those before their window need not.
@@ -337,6 +350,7 @@ void check(const Plan& plan, const StepRecord& record) {
     for (int32_t i = 0; i < record.num_slices; ++i) {
       if (!is_inside(plan, record.states[i])) throw std::out_of_range("state");
     }
+    check_row_states(plan, record);
   }
   for (int32_t i = 0; i < record.num_stores; ++i) {
     if (!is_inside(plan, record, record.stores[i])) throw std::out_of_range("page");

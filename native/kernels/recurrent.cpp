@@ -42,13 +42,18 @@ void convolve(const Convolution& op, const ConvolutionRows& rows, int64_t begin,
       store_some(out + column, activate(op.activation, sum), count);
     }
   }
-  for (int64_t i = 0; i < num_before; ++i) {
-    const float* x = row_at(rows.num_rows + i);
-    float* kept = rows.write + i * op.width;
-    if (x == nullptr) {
-      std::fill(kept + begin, kept + end, 0.0F);
-    } else if (x != kept) {
-      std::copy(x + begin, x + end, kept + begin);
+  // The last row first: a state after a row may take the place of the state that was read.
+  for (int64_t row = rows.num_rows - 1; row >= 0; --row) {
+    float* state = rows.target.after(row, rows.num_rows);
+    if (state == nullptr) continue;
+    for (int64_t i = 0; i < num_before; ++i) {
+      const float* x = row_at(row + 1 + i);
+      float* kept = state + i * op.width;
+      if (x == nullptr) {
+        std::fill(kept + begin, kept + end, 0.0F);
+      } else if (x != kept) {
+        std::copy(x + begin, x + end, kept + begin);
+      }
     }
   }
 }
@@ -236,6 +241,24 @@ void update(const RowFactors& row, int64_t key_dim, StateRows from, WritableRows
   }
 }
 
+/// Stores the state of some columns, which lies in `kept`, in the slot of a row before the last.
+template <int N, bool IsPart, Target To>
+void store_state(WritableRows kept, int64_t key_dim, WritableRows slot, int count) {
+  for (int64_t i = 0; i < key_dim; ++i) {
+    const float* source = kept.data + i * kept.stride;
+    float* target = slot.data + i * slot.stride;
+    TS_UNROLL
+    for (int n = 0; n < N; ++n) {
+      const Lanes state = load_columns<IsPart>(source + n * kLanes, count);
+      if constexpr (To == Target::Memory) {
+        stream_lanes(target + n * kLanes, state);
+      } else {
+        store_columns<IsPart>(target + n * kLanes, state, count);
+      }
+    }
+  }
+}
+
 /// Rows [first, first + count) of some columns: the state goes from `read` to `write`, and between
 /// two rows it lies in `kept`.
 template <Rule R, int N, bool IsPart, Target To>
@@ -273,6 +296,10 @@ void run_columns(const StateHead& head, const StateHeadRows& rows, int64_t first
     } else {
       update<N, IsPart, R == Rule::Delta, Target::Cache>(factors, key_dim, from, kept, width,
                                                          correction, output, predicted);
+      if (float* state = rows.target.after(row, rows.num_rows)) {
+        const WritableRows slot{state + column, head.value_dim};
+        store_state<N, IsPart, To>(kept, key_dim, slot, width);
+      }
     }
     if constexpr (R == Rule::Mamba2) {
       const Lanes skip = broadcast(head.skip);
@@ -305,8 +332,10 @@ void run_rule(const StateHead& head, const StateHeadRows& rows, int64_t begin, i
   Prepared prepared{};
   prepared.queries = scratch + head.key_dim * kept.stride;
   prepared.keys = prepared.queries + padded(kRowsTogether * head.key_dim);
-  const auto address = reinterpret_cast<uintptr_t>(rows.write);
+  float* last_state = rows.target.after(rows.num_rows - 1, rows.num_rows);
+  const auto address = reinterpret_cast<uintptr_t>(last_state);
   const bool is_aligned = address % 64 == 0 && head.value_dim % kLanes == 0;
+  const float* source = rows.read;
   for (int64_t first = 0; first < rows.num_rows; first += kRowsTogether) {
     const int64_t count = std::min(kRowsTogether, rows.num_rows - first);
     if constexpr (R == Rule::Delta) {
@@ -314,13 +343,14 @@ void run_rule(const StateHead& head, const StateHeadRows& rows, int64_t begin, i
     } else {
       prepare_mamba2(head, rows, first, count, prepared);
     }
-    const float* source = first == 0 ? rows.read : rows.write;
+    float* state = rows.target.after(first + count - 1, rows.num_rows);
+    if (state == nullptr) state = last_state;  // its place, until the last rows follow
     const bool streams = kCanStream && is_aligned && first + count == rows.num_rows;
     int64_t step = 0;
     for (int64_t column = begin; column < end; column += step) {
       const StateRows read =
           source == nullptr ? StateRows{zeros, 0} : StateRows{source + column, head.value_dim};
-      const WritableRows write{rows.write + column, head.value_dim};
+      const WritableRows write{state + column, head.value_dim};
       const auto run = [&](auto kernel, int64_t num_columns) {
         step = num_columns;
         kernel(head, rows, first, count, prepared, column, static_cast<int>(num_columns), read,
@@ -340,6 +370,7 @@ void run_rule(const StateHead& head, const StateHeadRows& rows, int64_t begin, i
         run(run_columns<R, 1, true, Target::Cache>, end - column);
       }
     }
+    source = state;
   }
   if (is_aligned) end_streams();
 }

@@ -7,6 +7,24 @@
 
 namespace ts {
 
+/// Where the states after the rows of a slice go. Drafts may be refused, so each row of a slice
+/// with drafts has a slot for the state after it. Kernels ask `after` for each row.
+struct StateTarget {
+  float* write;  // the state after the last row, if `slots` is null
+  /// The slot of each row, or kNoSlot; the last row has one. Null: only its state is needed.
+  const int32_t* slots = nullptr;
+  float* first = nullptr;  // the state in slot 0
+  int64_t stride = 0;      // numbers between two slots
+
+  /// Returns where the state after a row is stored, or null if it is needed only for the next row.
+  float* after(int64_t row, int64_t num_rows) const {
+    if (slots == nullptr) return row + 1 == num_rows ? write : nullptr;
+    return slots[row] == kNoSlot ? nullptr : first + slots[row] * stride;
+  }
+
+  static constexpr int32_t kNoSlot = -1;
+};
+
 /// A causal convolution of each column over the last `kernel` rows; see model/program/recurrent.py
 /// (`ShortConvolution`).
 struct Convolution {
@@ -24,8 +42,8 @@ struct ConvolutionRows {
   float* out;  // not x
   int64_t out_stride;
   int64_t num_rows;
-  const float* read;  // state before the first row, (kernel - 1, width); null: zeros
-  float* write;       // state after the last row; may be `read`
+  const float* read;   // state before the first row, (kernel - 1, width); null: zeros
+  StateTarget target;  // a state after a row may be `read`
 };
 
 /// Computes columns [begin, end) of the rows and of the state.
@@ -57,8 +75,8 @@ struct StateHeadRows {
   float* out;
   int64_t out_stride;
   int64_t num_rows;
-  const float* read;  // state before the first row, (key_dim, value_dim); null: zeros
-  float* write;       // state after the last row; may be `read`
+  const float* read;   // state before the first row, (key_dim, value_dim); null: zeros
+  StateTarget target;  // a state after a row may be `read`
 };
 
 /// Columns of a head that are computed together, with the state of several rows in the cache.

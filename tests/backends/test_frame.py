@@ -114,7 +114,7 @@ def test_slots_of_recurrent_states_arrive_and_are_checked():
     frame = reader.read(data)
     assert frame.states.tolist() == [[NO_STATE, 1], [0, 3]]
     _, _, spans, _ = unpack(frame)
-    assert [(span.read_state, span.write_state) for span in spans] == [(NO_STATE, 1), (0, 3)]
+    assert [(span.read_state, span.write_states) for span in spans] == [(NO_STATE, (1,)), (0, (3,))]
     for read, write in [(4, 3), (-2, 3), (0, 4), (0, NO_STATE)]:
         with pytest.raises(FrameError, match="recurrent state that does not exist"):
             reader.read(message(read, write))
@@ -124,6 +124,29 @@ def test_slots_of_recurrent_states_arrive_and_are_checked():
     plain.fill(StepPlan((Slice(first, 0, 3, samples=True),)))
     with pytest.raises(FrameLostError, match="size"):
         FrameReader(limits).read(plain.encode_step())
+
+
+def test_slots_of_drafts_arrive_and_are_checked():
+    limits = replace(LIMITS, num_states=8)
+    steps, reader = sender(has_states=True), FrameReader(limits)
+    first, second = request_of(3, [1], [2]), request_of(5, [3], [4])
+
+    def message(*slots):
+        new = Slice(first, 0, 3, samples=True, write_state=1)
+        old = Slice(
+            second, 4, 1, True, drafts=(7, 8), read_state=0, write_state=3, draft_states=slots
+        )
+        steps.fill(StepPlan((new, old)))
+        return steps.encode_step()
+
+    frame = reader.read(message(4, 7))
+    _, _, spans, _ = unpack(frame)
+    assert [span.write_states for span in spans] == [(1,), (3, 4, 7)]
+    for slots in [(4, 8), (-2, 5), (4, NO_STATE)]:
+        with pytest.raises(FrameError, match="recurrent state that does not exist"):
+            reader.read(message(*slots))
+    frame = reader.read(message(5, 6))
+    assert frame.row_states.tolist() == [NO_STATE, NO_STATE, 1, 3, 5, 6]
 
 
 def test_values_from_outside_arrive():

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from support.fake_model import FakeModel
+from support.drafts import add_random_drafts
+from support.fake_model import FakeModel, expected_output
+from support.invariants import check_scheduler
 from support.programs import MIXERS, VOCAB_SIZE, hybrid_program, random_tensors
 from support.row_by_row import RowByRow
 from support.schedules import Setting, fresh, random_requests, run_schedule
@@ -52,13 +54,16 @@ def test_tokens_do_not_depend_on_the_schedule(attends: tuple[bool, ...], mixer: 
     expected, _ = run_schedule(
         model, settings[0].alone(NUM_PAGES), [fresh(request) for request in requests], CONTEXT
     )
-    num_preemptions = 0
-    for setting in [*settings, crowded]:
+    num_preemptions = num_drafted = num_accepted = 0
+    for setting in [*settings, crowded, replace(crowded, draft_seed=3)]:
         again = [fresh(request) for request in chance.sample(requests, len(requests))]
-        answers, count = run_schedule(model, setting, again, CONTEXT)
+        answers, count = run_schedule(model, setting, again, CONTEXT, expected)
         assert answers == expected, setting
         num_preemptions += count
+        num_drafted += sum(request.num_drafted for request in again)
+        num_accepted += sum(request.num_accepted for request in again)
     assert num_preemptions > 0
+    assert 0 < num_accepted < num_drafted
 
 
 def test_states_of_convolutions_are_small() -> None:
@@ -92,14 +97,22 @@ class Turns:
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
         return Request(str(self._count), list(tokens), len(tokens), params, seed=0)
 
-    def answer(self, *requests: Request) -> None:
+    def answer(self, *requests: Request, draft_seed: int | None = None) -> None:
+        """Answer requests, with random drafts if `draft_seed` is given."""
+        outputs = {r.id: expected_output(r, 8192, has_states=True)[0] for r in requests}
+        rng = random.Random(draft_seed)
         for request in requests:
             self.scheduler.add(request)
         while plan := self.scheduler.plan():
+            if draft_seed is not None:
+                add_random_drafts(rng, plan, self.scheduler, outputs, VOCAB_SIZE)
             self.scheduler.commit(plan, self.model.run(plan))
+            check_scheduler(self.scheduler)
+        assert outputs == {request.id: request.output for request in requests}
 
 
-def test_a_chat_computes_only_its_new_tokens() -> None:
+@pytest.mark.parametrize("draft_seed", [None, 1, 2])
+def test_a_chat_computes_only_its_new_tokens(draft_seed: int | None) -> None:
     turns = Turns()
     rng = random.Random(1)
     tokens: list[int] = []
@@ -107,9 +120,31 @@ def test_a_chat_computes_only_its_new_tokens() -> None:
         num_known = len(tokens) - 1  # the newest token of an answer is not computed
         tokens += [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(20, 90))]
         request = turns.request(tokens, max_tokens=rng.randint(5, 40))
-        turns.answer(request)
+        turns.answer(request, draft_seed=draft_seed)
+        assert (request.num_accepted > 0) == (draft_seed is not None)
         assert turn == 0 or request.num_cached > num_known - PAGE_SIZE, "more than a page again"
         tokens = list(request.tokens)
+
+
+def test_drafts_leave_a_quarter_of_the_slots_to_snapshots() -> None:
+    turns = Turns(num_states=12)
+    for start in range(5):
+        turns.answer(turns.request([start, *range(60)], max_tokens=2))
+    assert turns.states.num_cached > 3
+    request = turns.request([7, *range(60)], max_tokens=20)
+    turns.scheduler.add(request)
+    for _ in range(2):  # the prompt ends at a snapshot
+        plan = turns.scheduler.plan()
+        assert plan is not None
+        turns.scheduler.commit(plan, turns.model.run(plan))
+    plan = turns.scheduler.plan()
+    assert plan is not None
+    assert plan.budget == 12 - 2 - 3
+    tree = [1] * 10, [-1, 0, 1, 2, 3, 4, 5, 6, 7, 0]
+    added = turns.scheduler.add_drafts(plan.slices[0], *tree)
+    assert list(added) == list(range(7)), "a chain, for which there are slots"
+    assert plan.slices[0].branches == ()
+    assert turns.states.num_available == 3
 
 
 def test_an_answer_that_the_template_rewrites_costs_no_prompt() -> None:

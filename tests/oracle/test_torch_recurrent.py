@@ -111,7 +111,7 @@ class Layer:
 def span(first: int, count: int, read: int, write: int) -> RowSpan:
     """Return a row span without pages."""
     pages = np.zeros((0, 0), np.int64)
-    return RowSpan(slice(first, first + count), 0, pages, read_state=read, write_state=write)
+    return RowSpan(slice(first, first + count), 0, pages, read_state=read, write_states=(write,))
 
 
 @pytest.mark.parametrize(

@@ -84,15 +84,16 @@ class FakeModel:
         self._states_in_slots = [(-1, 0)] * len(self._states_in_slots)
 
     def _advance_states(self, plan: StepPlan) -> None:
-        """Write the recurrent state of each slice from the one that it reads."""
-        written = [slice_.write_state for slice_ in plan.slices]
+        """Write the recurrent states of each slice from the one that it reads."""
+        written = [slot for slice_ in plan.slices for slot in _states_after(slice_)]
         assert len({*written}) == len(written), "two slices write one state"
         assert not {*written} & {slice_.read_state for slice_ in plan.slices}, (
             "a state is overwritten"
         )
         for slice_ in plan.slices:
             request = slice_.request
-            assert not slice_.drafts, "a recurrent state cannot go back"
+            assert not slice_.branches, "a recurrent state cannot branch"
+            assert len(slice_.draft_states) == len(slice_.drafts), "a draft without a state"
             position, state = 0, _begin(request.salt)
             if slice_.read_state != NO_STATE:
                 position, state = self._states_in_slots[slice_.read_state]
@@ -102,7 +103,12 @@ class FakeModel:
                 tokens = [self._drawn[request][1]]
             for at, token in enumerate(tokens, position):
                 state = self._next_state(request, state, at, token)
-            self._states_in_slots[slice_.write_state] = position + len(tokens), state
+            position += len(tokens)
+            self._states_in_slots[slice_.write_state] = position, state
+            for slot, token in zip(slice_.draft_states, slice_.drafts, strict=True):
+                state = self._next_state(request, state, position, token)
+                position += 1
+                self._states_in_slots[slot] = position, state
 
     def _next_state(self, request: Request, state: int, at: int, token: int) -> int:
         return hash((state, token, self.two_arithmetics and at >= request.num_prompt))
@@ -175,7 +181,7 @@ class FakeModel:
         cuts = [0, *(1 + branch.first for branch in slice_.branches), 1 + len(slice_.drafts)]
         tables = [request.pages, *(_pages_of(request, branch) for branch in slice_.branches)]
         starts = [end, *(branch.position + 1 for branch in slice_.branches)]
-        drawn = []
+        drawn: list[int] = []
         for pages, start, first, after in zip(tables, starts, cuts[:-1], cuts[1:], strict=True):
             for at in range(start, start + after - first):
                 seen = [
@@ -184,7 +190,7 @@ class FakeModel:
                     for slot in self._slots_of(pages, group, low, at)
                 ]
                 if self._states_in_slots:
-                    seen.append(self._states_in_slots[slice_.write_state][1])
+                    seen.append(self._states_in_slots[_states_after(slice_)[len(drawn)]][1])
                 drawn.append(_choose(seen, request.seed))
         self._drawn[request] = [end, drawn[0]]
         return drawn
@@ -268,6 +274,11 @@ def _check_same(result: StepResult, before: StepResult) -> None:
     assert result.scores == before.scores, "stages report different scores"
     for states, earlier in zip(result.states, before.states, strict=True):
         assert (states == earlier).all(), "stages report different states"
+
+
+def _states_after(slice_: Slice) -> tuple[int, ...]:
+    """Return the slots of the states after a slice's last token, and after each of its drafts."""
+    return (slice_.write_state, *slice_.draft_states)
 
 
 def _pages_of(request: Request, branch: DraftBranch) -> list[list[int]]:

@@ -60,6 +60,7 @@ def check_scheduler(
         slots = Counter(state.request.state_slot for state in (*running, *ended))
         slots += Counter(part.write_state for part in slices_in_flight)
         slots += Counter(held_slots)
+        slots += Counter(slot for part in slices_in_flight for slot in part.draft_states)
         del slots[NO_STATE]
         pool = scheduler._recurrent.pool
         assert slots == Counter(

@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 
 class RowByRow(ReferenceBackend):
-    """Computes one row at a time, so that the order of additions does not depend on chunks."""
+    """Computes one row at a time, so that the order of additions does not depend on chunks.
+
+    Drafts must be a chain, and the model must have recurrent layers.
+    """
 
     def run(self, plan: StepPlan) -> StepResult:
         tokens: list[int] = []
@@ -36,4 +39,16 @@ class RowByRow(ReferenceBackend):
                 tokens += result.tokens
                 logprobs += result.logprobs
                 scores += result.scores
+            known = len(part.request.tokens)
+            states = (part.write_state, *part.draft_states)
+            for index, draft in enumerate(part.drafts):
+                part.request.tokens.append(draft)
+                before, after = states[index : index + 2]
+                row = Slice(
+                    part.request, end + index, 1, True, read_state=before, write_state=after
+                )
+                result = super().run(StepPlan((row,)))
+                tokens += result.tokens
+                logprobs += result.logprobs
+            del part.request.tokens[known:]
         return StepResult(tokens, logprobs, scores=scores)

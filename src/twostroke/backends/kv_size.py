@@ -10,6 +10,7 @@ from twostroke.core.errors import MemoryLimitError, UsageError
 from twostroke.core.frozen import Frozen
 from twostroke.core.message_text import counted_noun
 from twostroke.core.message_text import format_bytes as _mb
+from twostroke.core.options import MAX_DRAFTS
 from twostroke.model.program.kv_layout import DEFAULT_FORMAT, FORMATS, PageGroups
 from twostroke.model.program.mesh import ONE_RANK
 
@@ -151,16 +152,17 @@ def _num_states(
 ) -> int:
     """Return the slots for recurrent states: for running requests, and as many for snapshots.
 
-    A step reads one slot of a request and writes another; with pipeline stages, several steps are
-    in flight. Slots take at most a quarter of the `allowed_bytes`, except for one request; the
-    scheduler then runs fewer requests at the same time. `parts`: the Programs of the ranks that
-    keep states in this memory; other machines may have all states.
+    There are some more for drafts, which snapshots use, too. A step reads one slot of a request and
+    writes another; with pipeline stages, several steps are in flight. Slots take at most a quarter
+    of the `allowed_bytes`, except for one request; the scheduler then runs fewer requests at the
+    same time. `parts`: the Programs of the ranks that keep states in this memory; other machines
+    may have all states.
     """
     if not program.state_layers:
         return 0
     slot_bytes = sum(part.state_bytes for part in parts)
     per_request = 1 + len(mesh.stages)
-    num_wanted = 2 * per_request * max_running
+    num_wanted = 2 * per_request * max_running + MAX_DRAFTS
     num_fitting = int(allowed_bytes * _MAX_STATE_RATIO) // max(1, slot_bytes)
     return max(per_request + 1, min(num_wanted, num_fitting))
 

@@ -35,8 +35,9 @@ class RowSpan(Frozen):
     `rows`: the rows of the step. `start`: the position of the first row. `pages`: the pages of the
     sequence. `above`: for a branch of draft tokens, the step's earlier rows that the branch
     continues, at the positions just before `start`; their keys and values are also stored in
-    `pages`. `copies`: (target, source) pages to copy before the step. `read_state`, `write_state`:
-    as in `Slice`.
+    `pages`. `copies`: (target, source) pages to copy before the step. `read_state`: as in `Slice`.
+    `write_states`: slots for the recurrent states after the span's last rows, one for each of these
+    rows: the last row, or the rows of drafts and the row before them.
     """
 
     rows: slice
@@ -45,7 +46,7 @@ class RowSpan(Frozen):
     above: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))
     copies: tuple[tuple[int, int], ...] = ()
     read_state: int = NO_STATE
-    write_state: int = NO_STATE
+    write_states: tuple[int, ...] = (NO_STATE,)
 
     @property
     def end(self) -> int:
@@ -90,6 +91,10 @@ def unpack(frame: StepFrame) -> Rows:
         above = stored[stored[:, 1] == table, 0]
         pages = frame.page_tables[table].astype(np.int64)
         rows = slice(first, first + count)
+        write_states: tuple[int, ...] = (write_state,)
+        if frame.row_states is not None:
+            slots = frame.row_states[rows].tolist()
+            write_states = tuple([slot for slot in slots if slot != NO_STATE])
         spans.append(
             RowSpan(
                 rows,
@@ -98,7 +103,7 @@ def unpack(frame: StepFrame) -> Rows:
                 above,
                 copies=copies,
                 read_state=read_state,
-                write_state=write_state,
+                write_states=write_states,
             )
         )
         copies = ()  # the first span has the copies of the whole step
@@ -119,7 +124,7 @@ def _spans(slice_: Slice, first: int) -> Iterator[RowSpan]:
         slice_.start,
         pages,
         read_state=slice_.read_state,
-        write_state=slice_.write_state,
+        write_states=(slice_.write_state, *slice_.draft_states),
     )
     for branch, end in branches_with_ends(len(slice_.drafts), slice_.branches):
         branch_pages = np.array(branch.pages, np.int64)

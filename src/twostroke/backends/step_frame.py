@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int32]
 
 _MAGIC: Final = 0x46535354  # "TSSF"
-_VERSION: Final = 3
+_VERSION: Final = 4
 _HEADER: Final = 12  # numbers of 4 bytes
 _MAX_TABLES: Final = 1 << 16
 _MAX_TABLE_BYTES: Final = 1 << 31
@@ -61,6 +61,8 @@ class StepFrame(Frozen):
     - `page_tables`: belongs to the reader, and changes with the next frame.
     - `states`: for models with recurrent states, (slot before the first row, or `NO_STATE`; slot
       after the last row) of each slice.
+    - `row_states`: in such models, if the step has drafts: the slot after each row, or `NO_STATE`;
+      the last row of a slice has a slot.
     """
 
     tokens: Ints  # (rows)
@@ -73,6 +75,7 @@ class StepFrame(Frozen):
     num_generated: int
     external: NDArray[np.float32] | None = None  # (rows, width)
     states: Ints | None = None  # (slices, 2)
+    row_states: Ints | None = None  # (rows)
 
 
 def encode(frame: StepFrame, changes: Ints) -> bytes:
@@ -85,7 +88,8 @@ def encode(frame: StepFrame, changes: Ints) -> bytes:
     width = 0 if external is None else external.shape[1]
     counts = [len(a) for a in (frame.slices, frame.sampled_rows, frame.stores, frame.copies)]
     header = [_MAGIC, _VERSION, len(frame.tokens), frame.num_generated, *counts, len(changes)]
-    header += [len(frame.page_tables), width, int(frame.states is not None)]
+    state_arrays = [a for a in (frame.states, frame.row_states) if a is not None]
+    header += [len(frame.page_tables), width, len(state_arrays)]
     parts = [
         np.array(header, np.int32),
         frame.tokens,
@@ -96,8 +100,7 @@ def encode(frame: StepFrame, changes: Ints) -> bytes:
         frame.copies.reshape(-1),
         changes.reshape(-1),
     ]
-    if frame.states is not None:
-        parts.append(frame.states.reshape(-1))
+    parts += [array.reshape(-1) for array in state_arrays]
     if external is not None:
         parts.append(np.ascontiguousarray(external).reshape(-1).view(np.int32))
     return np.concatenate(parts).tobytes()
@@ -126,7 +129,7 @@ class FrameReader:
             )
         numbers = np.frombuffer(data, "<i4")
         head: list[int] = numbers[:_HEADER].tolist()
-        magic, version, num_rows, num_generated, *counts, num_tables, width, has_states = head
+        magic, version, num_rows, num_generated, *counts, num_tables, width, num_states = head
         if (magic, version) != (_MAGIC, _VERSION):
             raise FrameLostError(
                 f"A step message has format version {version}; this rank reads {_VERSION}."
@@ -137,11 +140,17 @@ class FrameReader:
         shapes += [(num_stores, 2), (num_copies, 2)]
         fixed = sum(map(prod, shapes))
         changed = fixed + 2 * num_changes
-        expected = changed + (2 * num_slices if has_states else 0)
-        if (width, bool(has_states)) != (
-            self._limits.external_width,
-            self._limits.num_states > 0,
-        ) or numbers.size != _HEADER + expected + width * num_rows:
+        row_states = changed + (2 * num_slices if num_states else 0)
+        expected = row_states + (num_rows if num_states > 1 else 0)
+        if (
+            num_states not in {0, 1, 2}
+            or (width, num_states > 0)
+            != (
+                self._limits.external_width,
+                self._limits.num_states > 0,
+            )
+            or numbers.size != _HEADER + expected + width * num_rows
+        ):
             raise FrameLostError(
                 f"A step of {counted_noun(len(data), 'byte')} is not of the size that it states."
             )
@@ -164,7 +173,8 @@ class FrameReader:
             page_tables=self._tables,
             num_generated=num_generated,
             external=external,
-            states=body[changed:expected].reshape(-1, 2) if has_states else None,
+            states=body[changed:row_states].reshape(-1, 2) if num_states else None,
+            row_states=body[row_states:expected] if num_states > 1 else None,
         )
         self._check_states(frame)
         self._check(frame, body[:fixed], (num_generated, num_tables, *counts[:4]))
@@ -188,9 +198,20 @@ class FrameReader:
         self._checked = checked
 
     def _check_states(self, frame: StepFrame) -> None:
-        """Raise FrameError if a slice reads or writes a recurrent state that does not exist."""
+        """Raise FrameError if a step reads or writes a recurrent state that does not exist."""
         if frame.states is None:
             return
+        if frame.row_states is not None:
+            lowest_slot, highest_slot = frame.row_states.min(), frame.row_states.max()
+            last_rows = frame.slices[:, 0] + frame.slices[:, 1] - 1
+            has_rows = last_rows.min() >= 0 and last_rows.max() < len(frame.row_states)
+            if (
+                not has_rows
+                or frame.row_states[last_rows].min() < 0
+                or lowest_slot < NO_STATE
+                or highest_slot >= self._limits.num_states
+            ):
+                raise FrameError("A step names a recurrent state that does not exist.")
         lowest, highest = frame.states.min(axis=0), frame.states.max()
         if lowest[0] < NO_STATE or lowest[1] < 0 or highest >= self._limits.num_states:
             raise FrameError("A step names a recurrent state that does not exist.")

@@ -49,6 +49,8 @@ class Slice(Struct):  # a step makes hundreds
             such states; `NO_STATE` for zeros.
         write_state: the slot for the recurrent state after the last of the `count` rows. It is
             never `read_state`, so that a failed step can run again.
+        draft_states: a slot for the recurrent state after each draft; empty for models without
+            such states. The slot after the last accepted draft becomes the request's.
     """
 
     request: Request
@@ -61,6 +63,7 @@ class Slice(Struct):  # a step makes hundreds
     num_pooled: int = 0
     read_state: int = NO_STATE
     write_state: int = NO_STATE
+    draft_states: tuple[int, ...] = ()
 
     @property
     def is_blind(self) -> bool:

@@ -24,7 +24,7 @@ from twostroke.backends.recipe import EngineRecipe
 from twostroke.core.errors import MemoryLimitError, UsageError
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import resolve_num_threads
-from twostroke.core.options import DEFAULT_ACTIVATION_BITS, PARTNER, EngineOptions
+from twostroke.core.options import DEFAULT_ACTIVATION_BITS, EngineOptions
 from twostroke.core.process_tuning import return_freed_memory
 from twostroke.engine.canary import FirstLoadCheck
 from twostroke.engine.chat.conversation import Chat
@@ -198,8 +198,7 @@ def build(
 def _with_checked_options(recipe: EngineRecipe, say: Callable[[str], None]) -> EngineRecipe:
     """Check that the backend and the options fit a recipe's model; return the recipe.
 
-    The Program's context is as long as the backend can compute. Models with recurrent layers have
-    no drafts yet: `auto` speculation is turned off for them.
+    The Program's context is as long as the backend can compute.
 
     Raises:
         BackendError: the selected backend cannot run the Program.
@@ -214,16 +213,9 @@ def _with_checked_options(recipe: EngineRecipe, say: Callable[[str], None]) -> E
     if not program.state_layers:
         return recipe
     name = f"{program.name} has recurrent layers, whose states"
-    speculation = options.speculation
-    if speculation.draft not in {None, PARTNER}:
-        raise UsageError(f"{name} cannot take back drafts: leave out --draft.")
-    if speculation.heads is not None:
-        raise UsageError(f"{name} cannot take back drafts: leave out --heads.")
-    if speculation.method not in {"auto", "off"}:
-        reason = f"{name} cannot take back drafts: leave out --speculate {speculation.method}."
-        raise UsageError(reason)
-    speculation = replace(speculation, method="off", draft=None, count=None)
-    return recipe.with_options(replace(options, speculation=speculation))
+    if options.speculation.method == "lookahead":
+        raise UsageError(f"{name} cannot branch: leave out --speculate lookahead.")
+    return recipe
 
 
 class _DraftSources(NamedTuple):
@@ -275,6 +267,7 @@ def _build_scheduler_and_speculator(
             proposer for proposer in (head_proposer, draft_model) if proposer is not None
         ],
         watchers=[each for each in (watcher, head_proposer) if each is not None],
+        can_branch=not card.cost.program.state_layers,
     )
     return scheduler, speculator, draft.loaded.name if draft and draft_model else None
 
@@ -329,12 +322,14 @@ def build_speculator(
     rows_together: int,
     model_proposers: Sequence[Proposer] = (),
     watchers: Sequence[Watcher] = (),
+    can_branch: bool = True,
 ) -> Speculator:
     """Return the speculator, which adds draft tokens to steps, for a machine's limits.
 
     `cost` gives the work of a step, and `rows_together` how many rows kernels compute at once (see
     `BackendFacts`). `model_proposers` are a draft model or trained heads; proposers without a model
-    are added as the options say. `watchers` see the results of steps.
+    are added as the options say. `watchers` see the results of steps. `can_branch`: whether drafts
+    may be trees, which lookahead needs.
     """
     step_time = StepTimeModel(cost, limits.hardware() if limits else None, rows_together)
     proposers: list[Proposer] = []
@@ -343,7 +338,7 @@ def build_speculator(
     proposers += model_proposers
     if options.method == "lookahead":
         proposers.append(Lookahead())
-    on_request = [Lookahead()] if options.method == "auto" else []
+    on_request = [Lookahead()] if options.method == "auto" and can_branch else []
     return Speculator(
         proposers, budget_function(step_time, options.count), step_time, on_request, watchers
     )

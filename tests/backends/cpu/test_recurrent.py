@@ -7,6 +7,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from support.closeness import divergence
 from support.cpu import LEVELS, cpu_backend, greedy_request, page_lists, run
@@ -74,17 +75,21 @@ def test_tokens_do_not_depend_on_the_schedule(level, attends, mixer):
     requests = random_requests(chance, 8, VOCAB_SIZE, longest=50, most_output=20)
     settings = [Setting.chosen_by(chance, 5, 10) for _ in range(3)]
     settings.append(Setting(5, 64, 32, prefix_cache=True, policy=Continuous()))
+    settings += [replace(settings[-1], draft_seed=seed, num_pages=50) for seed in range(2)]
     with cpu_backend(model, level, NUM_PAGES, threads=1, num_states=NUM_STATES) as backend:
         alone = settings[0].alone(NUM_PAGES)
         expected, _ = run_schedule(backend, alone, [fresh(r) for r in requests], CONTEXT)
-    num_preemptions = 0
+    num_preemptions = num_drafted = num_accepted = 0
     with cpu_backend(model, level, NUM_PAGES, threads=3, num_states=NUM_STATES) as backend:
         for setting in settings:
             again = [fresh(request) for request in chance.sample(requests, len(requests))]
-            answers, count = run_schedule(backend, setting, again, CONTEXT)
+            answers, count = run_schedule(backend, setting, again, CONTEXT, expected)
             assert answers == expected, setting
             num_preemptions += count
+            num_drafted += sum(request.num_drafted for request in again)
+            num_accepted += sum(request.num_accepted for request in again)
     assert num_preemptions > 0
+    assert 0 < num_accepted < num_drafted
 
 
 @pytest.mark.parametrize("shape", ["large", "odd", "convolution", "large mamba", "odd mamba"])
@@ -112,6 +117,10 @@ def test_slots_that_do_not_exist_are_refused():
             part = Slice(request, 0, 10, samples=True, read_state=read, write_state=write)
             with pytest.raises(BackendError, match="recurrent state"):
                 run(backend, part)
+        for slots in [(1, 3), (1, -2), (1, NO_STATE)]:
+            part = Slice(request, 0, 10, True, drafts=(1, 2), write_state=0, draft_states=slots)
+            with pytest.raises(BackendError, match="recurrent state"):
+                run(backend, part)
         run(backend, Slice(request, 0, 10, samples=True, write_state=2))
 
 
@@ -131,6 +140,41 @@ def test_prompt_and_generated_rows_of_a_request_in_one_step(level):
         alone = run(backend, whole)
         together = run(backend, Slice(other, 0, 20, samples=True, write_state=3), whole)
         assert apart == alone == together[1:]
+
+
+@pytest.mark.parametrize("shape", ["grouped", "large", "odd"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_states_after_drafts_are_those_of_drawn_tokens(level, shape):
+    """The state after each draft is, bit for bit, that of a step which ends there."""
+    model, tokens, _ = expected_of(shape)
+    num_drafts = 11  # more rows than a kernel computes together
+    with cpu_backend(model, level, 50, num_states=NUM_STATES) as backend:
+        request = greedy_request(tokens[:20])
+        request.num_prompt = 17
+        request.pages = page_lists(backend, [0, 1, 2])
+        drafts = tuple(tokens[20 : 20 + num_drafts])
+        slots = tuple(range(1, 1 + num_drafts))
+        with_drafts = Slice(
+            request, 0, 20, samples=True, drafts=drafts, write_state=0, draft_states=slots
+        )
+        drawn = run(backend, with_drafts)
+        for number in range(num_drafts):
+            request.tokens.append(drafts[number])
+            write_state = 30 + number
+            read_state = write_state - 1 if number else 0
+            end = len(request.tokens) - 1
+            alone = run(
+                backend,
+                Slice(request, end, 1, True, read_state=read_state, write_state=write_state),
+            )
+            assert alone == [drawn[1 + number]]
+            request.tokens.append(7)
+            after_draft, after_token = (
+                run(backend, Slice(request, end + 1, 1, True, read_state=slot, write_state=60))
+                for slot in (slots[number], write_state)
+            )
+            assert after_draft == after_token
+            del request.tokens[-1]
 
 
 def test_backends_without_recurrent_layers_are_named():

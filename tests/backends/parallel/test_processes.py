@@ -22,7 +22,7 @@ from twostroke.backends.parallel.worker import _failure_of
 from twostroke.core.distributed_options import ParallelOptions
 from twostroke.core.errors import BackendError, RanksLostError, UsageError
 from twostroke.core.hardware import resolve_num_threads
-from twostroke.core.options import CacheOptions, ComputeOptions, EngineOptions
+from twostroke.core.options import CacheOptions, ComputeOptions, EngineOptions, SpeculationOptions
 from twostroke.core.step import Slice, StepPlan
 
 SMALL = CacheOptions(memory_bytes=4_000_000)
@@ -42,10 +42,15 @@ def path(tmp_path_factory):
     return str(write_tiny_gguf(folder / "tiny.gguf", Tiny(num_layers=3, fmt="Q8_0")))
 
 
-def engine(path, **degrees):
-    return LLM(
-        path, EngineOptions(ComputeOptions("cpu"), SMALL, parallel=ParallelOptions(**degrees))
+def engine(path, *, num_drafts=None, **degrees):
+    speculation = SpeculationOptions("ngram", count=num_drafts)
+    options = EngineOptions(
+        ComputeOptions("cpu"),
+        SMALL,
+        speculation=speculation if num_drafts else SpeculationOptions(),
+        parallel=ParallelOptions(**degrees),
     )
+    return LLM(path, options)
 
 
 def rank_pids(parent):
@@ -124,7 +129,13 @@ def test_answers_of_recurrent_layers_are_those_of_one_process(tmp_path, degrees)
         assert len(llm.engine.facts.ranks) == count
         again = [llm.generate([prompt], GREEDY)[0][0] for prompt in chats]
         together = [answer for (answer,) in llm.generate(chats, GREEDY)]
-    for answers in (again, together):
+    with engine(path, num_drafts=3, kv_shares="heads", **degrees) as llm:
+        drafted = [
+            llm.generate([prompt], GREEDY, prediction=answer.text)[0][0]
+            for prompt, answer in zip(chats, expected, strict=True)
+        ]
+        assert sum(llm.engine.client.loop.speculator.stats.proposed.values()) > 0
+    for answers in (again, together, drafted):
         for ours, theirs in zip(answers, expected, strict=True):
             assert ours.token_ids == theirs.token_ids
             assert ours.logprobs == theirs.logprobs

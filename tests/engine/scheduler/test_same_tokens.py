@@ -7,7 +7,8 @@ from collections import Counter, deque
 
 import pytest
 
-from support.fake_model import FakeModel, expected_output
+from support.drafts import add_random_drafts
+from support.fake_model import VOCAB_SIZE, FakeModel, expected_output
 from support.requests import random_request, random_windows
 from twostroke.engine.kv_cache import PagePool, PrefixIndex, StatePool
 from twostroke.engine.scheduler import Batched, Continuous, Scheduler, SchedulerConfig
@@ -44,8 +45,11 @@ def random_scheduler(rng):
     return Scheduler(config, pool, index, policy, states=states), model, states
 
 
-def serve(scheduler, model, requests, rng):
-    """Let requests arrive at random steps, and run until all have ended."""
+def serve(scheduler, model, requests, rng, outputs=None):
+    """Let requests arrive at random steps, and run until all have ended.
+
+    `outputs`: the right outputs by the requests' ids, from which some steps get drafts.
+    """
     todo = list(requests)
     in_flight = deque()
     while todo or scheduler.has_work:
@@ -55,6 +59,8 @@ def serve(scheduler, model, requests, rng):
             scheduler.flush()
         plan = scheduler.plan() if len(in_flight) <= scheduler.config.steps_ahead else None
         if plan is not None:
+            if outputs is not None and rng.random() < 0.5:
+                add_random_drafts(rng, plan, scheduler, outputs, VOCAB_SIZE)
             in_flight.append((plan, model.run(plan)))
         elif in_flight:
             scheduler.commit(*in_flight.popleft())
@@ -79,7 +85,8 @@ def test_tokens_do_not_depend_on_the_schedule(rounds):
                 )
                 for request in turn_requests
             ]
-            serve(scheduler, model, turn_requests, rng)
+            outputs = {r.id: o for r, (o, _) in zip(turn_requests, expected, strict=True)}
+            serve(scheduler, model, turn_requests, rng, outputs if seed % 2 else None)
             for request, (output, reason) in zip(turn_requests, expected, strict=True):
                 assert request.output == output, f"schedule {seed}"
                 assert request.finish_reason == reason, f"schedule {seed}"
@@ -89,10 +96,12 @@ def test_tokens_do_not_depend_on_the_schedule(rounds):
         if states is not None:
             assert states.num_available == states.num_slots
             counts["hit with a state"] += stats.num_hit_tokens > 0
+            counts["accepted with a state"] += any(r.num_accepted for r in requests)
         counts["preempted"] += stats.num_preemptions > 0
         counts["hit"] += stats.num_hit_tokens > 0
         counts["hit behind a window"] += stats.num_hit_tokens > 0 and model.windows != (None,)
     assert counts["hit with a state"] > NUM_SCHEDULES // 5
+    assert counts["accepted with a state"] > NUM_SCHEDULES // 10
     assert counts["preempted"] > NUM_SCHEDULES // 10
     assert counts["hit"] > NUM_SCHEDULES // 2
     assert counts["hit behind a window"] > NUM_SCHEDULES // 4

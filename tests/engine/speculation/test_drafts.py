@@ -7,11 +7,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from support.native import native_dir
-from support.speculating_engines import engine_of
+from support.speculating_engines import comparable_fields, engine_of
 from support.tiny import Tiny, tiny_of, write_tiny_gguf
 from twostroke import LLM, SamplingParams
 from twostroke.backends import recipe
-from twostroke.core.errors import MemoryLimitError, ModelFormatError, ModelNotFoundError, UsageError
+from twostroke.core.errors import (
+    MemoryLimitError,
+    ModelFormatError,
+    ModelNotFoundError,
+    RequestError,
+    UsageError,
+)
 from twostroke.core.options import (
     BatchOptions,
     CacheOptions,
@@ -103,6 +109,33 @@ def test_a_draft_with_recurrent_layers_is_refused(path: Path, tmp_path: Path) ->
     hybrid = write_tiny_gguf(tmp_path / "hybrid.gguf", tiny_of("qwen3.5"))
     with pytest.raises(UsageError, match="hybrid has recurrent layers, whose states cannot take"):
         engine_of(path, draft=str(hybrid))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_model_with_recurrent_layers_has_drafts(backend: str, path: Path, tmp_path: Path) -> None:
+    hybrid = write_tiny_gguf(tmp_path / "hybrid.gguf", tiny_of("qwen3.5"))
+    prompts = [[5, 6, 7, 8, 9, 10] * 3, list(range(20, 40))]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with engine_of(hybrid, backend, method="off") as llm:
+        expected = llm.generate(prompts, params)
+    for options in ({"method": "ngram"}, {"method": "draft", "draft": str(path)}):
+        with engine_of(hybrid, backend, count=3, **options) as llm:
+            predictions = [answer.text for [answer] in expected]
+            answers = [
+                llm.generate([prompt], params, prediction=prediction)[0]
+                for prompt, prediction in zip(prompts, predictions, strict=True)
+            ]
+            stats = llm.engine.client.loop.speculator.stats
+            assert sum(stats.proposed.values()) > 0
+            if options["method"] == "ngram":
+                assert sum(stats.accepted.values()) > 0
+        assert comparable_fields(answers) == comparable_fields(expected)
+    with pytest.raises(UsageError, match="cannot branch: leave out --speculate lookahead"):
+        engine_of(hybrid, backend, method="lookahead")
+    with engine_of(hybrid, backend) as llm:
+        assert llm.engine.client.loop.speculator.methods == ("ngram",)
+        with pytest.raises(RequestError, match="must be one of auto, off, ngram here"):
+            llm.generate(prompts, params, speculate="lookahead")
 
 
 def test_a_missing_draft_is_refused(path: Path) -> None:

@@ -29,7 +29,7 @@ def run(op: LocalOp, inputs: Values, weights: Values, tokens: np.ndarray) -> np.
         "one", (*(ExternalInput(name, 1) for name in dict.fromkeys(op.inputs)), op), NUM_IDS, 64
     )
     rows = np.arange(len(tokens))
-    span = RowSpan(slice(0, len(tokens)), 0, np.zeros((1, 1), np.int64), write_state=0)
+    span = RowSpan(slice(0, len(tokens)), 0, np.zeros((1, 1), np.int64), write_states=(0,))
     cache = PagedCache(program, 1, NUM_ROWS)
     states = StateMemory(program, 1)
     state = ReferenceStepState(tokens, rows, (span,), rows, weights, cache, states)

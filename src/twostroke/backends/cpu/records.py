@@ -339,7 +339,8 @@ class NodeRecord(ctypes.Structure):
 
 # Elements of a step's arrays. A slice: consecutive rows of one request, all prompt or all generated
 # rows. A store: a row that is also stored in the pages of another table. A copy: pages to copy.
-# A state: the slots of a slice's recurrent states, before its first row and after its last.
+# A state: the slots of a slice's recurrent states, before its first row and after its last, unless
+# the step has a slot for the state after each row (`row_states`).
 SLICE = np.dtype([(name, np.int32) for name in ("row", "num_rows", "position", "table")])
 STORE = np.dtype([(name, np.int32) for name in ("row", "table")])
 COPY = np.dtype([(name, np.int32) for name in ("source", "target")])
@@ -363,6 +364,7 @@ class StepRecord(ctypes.Structure):
         ("stores", c_void_p),
         ("copies", c_void_p),
         ("states", c_void_p),
+        ("row_states", c_void_p),
         ("table_stride", c_int64),
         ("num_rows", c_int32),
         ("num_generated", c_int32),

@@ -13,6 +13,7 @@ from twostroke.backends.cpu.records import StepRecord
 from twostroke.backends.sampling.rows import RESULT, RowTable, only_best, read_results, read_scores
 from twostroke.backends.step_frame import StepFrame, encode
 from twostroke.core.draft_tree import branches_with_ends
+from twostroke.core.request import NO_STATE
 from twostroke.core.step import Slice, StepPlan
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class StepArrays:
         self._sends_best = sends_best
         self._has_states = has_states
         self._states = np.zeros((0, 2), np.int32)
+        self._row_states = np.zeros(0, np.int32)
         self._tapped = np.zeros((0, tapped_width), np.float32)
         self._returns_tapped = returns_tapped
         self._external: NDArray[np.float32] | None = None
@@ -104,6 +106,10 @@ class StepArrays:
         if self._has_states:
             self._states = _states_of(slices_of_step)
             record.states = _address(self._states)
+            record.row_states = None
+            if has_drafts:
+                self._row_states = _row_states_of(slices_of_step, record.num_rows)
+                record.row_states = _address(self._row_states)
         record.page_tables, record.table_stride = self.tables.address, self.tables.stride
         record.taps = self._taps if self._returns_tapped or self._pooled else None
         self._external = plan.external
@@ -132,6 +138,7 @@ class StepArrays:
             num_generated=record.num_generated,
             external=self._external,
             states=self._states if self._has_states else None,
+            row_states=self._row_states if record.row_states else None,
         )
 
     @property
@@ -320,6 +327,7 @@ class StepArrays:
                         slice_.drafts,
                         read_state=write,
                         write_state=write,
+                        draft_states=slice_.draft_states,
                     )
                 )
                 assert not slice_.branches, "a tree follows one row of output"
@@ -354,6 +362,20 @@ def _states_of(slices: Sequence[Slice]) -> NDArray[np.int32]:
     return np.array([(part.read_state, part.write_state) for part in slices], np.int32)
 
 
+def _row_states_of(slices: Sequence[Slice], num_rows: int) -> NDArray[np.int32]:
+    """Return the slot for the recurrent state after each row of a step, or `NO_STATE`.
+
+    The last row of each slice before its drafts has a slot, and each draft.
+    """
+    slots = np.full(num_rows, NO_STATE, np.int32)
+    end = 0
+    for slice_ in slices:
+        end += slice_.num_rows
+        states = (slice_.write_state, *slice_.draft_states)
+        slots[end - len(states) : end] = states
+    return slots
+
+
 def record_of(frame: StepFrame) -> StepRecord:
     """Return the native record of a step that rank 0 sent; such a step draws no tokens.
 
@@ -378,6 +400,8 @@ def record_of(frame: StepFrame) -> StepRecord:
         record.external = _address(frame.external)
     if frame.states is not None:
         record.states = _address(frame.states)
+    if frame.row_states is not None:
+        record.row_states = _address(frame.row_states)
     if record.num_stores:
         record.stores = _address(frame.stores)
     if record.num_copies:

@@ -152,7 +152,7 @@ class ReferenceBackend:
         del generated  # all rows are computed in the same way
         count, num_groups, page_size = len(tokens), len(self.facts.windows), self.facts.page_size
         table = np.arange(num_groups * -(-count // page_size)).reshape(num_groups, -1)
-        spans = (RowSpan(slice(0, count), 0, table, write_state=0),)
+        spans = (RowSpan(slice(0, count), 0, table, write_states=(0,)),)
         rows, ids = np.arange(count), np.array(tokens)
         ranks = shard(self._program, self._mesh, values, self._block_sizes)
         states = [

@@ -44,9 +44,14 @@ class StateMemory:
             return np.zeros(columns.stop - columns.start, np.float32)
         return self._memory[span.read_state, columns].copy()
 
-    def write(self, span: RowSpan, layer: int, state: Array) -> None:
-        """Store the state after the last row of a row span."""
-        self._memory[span.write_state, self._columns[layer]] = state.reshape(-1)
+    def write(self, span: RowSpan, layer: int, row: int, state: Array) -> None:
+        """Store the state after a row of the step, in a row span, if the row has a slot for it.
+
+        Operations must call this for each row of the span.
+        """
+        index = row - span.rows.stop
+        if index >= -len(span.write_states):
+            self._memory[span.write_states[index], self._columns[layer]] = state.reshape(-1)
 
 
 def short_convolution(
@@ -67,7 +72,8 @@ def short_convolution(
         for tap in range(op.kernel):
             total += rows[tap : tap + num_rows] * kernels[:, tap]
         output[span.rows] = total
-        memory.write(span, op.layer, rows[num_rows:])
+        for index, row in enumerate(range(span.rows.start, span.rows.stop), 1):
+            memory.write(span, op.layer, row, rows[index : index + len(before)])
     return output if op.bias is None else output + weights[op.bias]
 
 
@@ -106,7 +112,7 @@ def gated_delta_rule(
             correction = strengths[row, :, None] * (heads[row] - predicted)
             state += keys[row, :, :, None] * correction[:, None, :]
             output[row] = np.einsum("hk,hkv->hv", queries[row], state)
-        memory.write(span, op.layer, state)
+            memory.write(span, op.layer, row, state)
     return output.reshape(len(x), -1)
 
 
@@ -143,7 +149,7 @@ def mamba2(
             scaled = steps[row, :, None] * heads[row]
             state += keys[row, :, :, None] * scaled[:, None, :]
             output[row] = np.einsum("hk,hkv->hv", queries[row], state)
-        memory.write(span, op.layer, state)
+            memory.write(span, op.layer, row, state)
     output += weights[op.skip][own_heads][:, None] * heads
     return output.reshape(len(x), -1)
 

@@ -159,12 +159,13 @@ class _Windows(NamedTuple):
 
 def _stored_rows(span: RowSpan) -> list[tuple[int, int]]:
     """Return the rows of a span after which the state is stored, each with the slot for it."""
-    return [(span.end - span.start - 1, span.write_state)]
+    first = span.end - span.start - len(span.write_states)
+    return list(enumerate(span.write_states, first))
 
 
 def new_sequence(program: Program, num_rows: int, device: torch.device) -> RecurrentStep:
     """Return the recurrent states of a step that computes one new sequence, and keeps no state."""
-    span = RowSpan(slice(0, num_rows), 0, np.zeros((0, 0), np.int64), write_state=0)
+    span = RowSpan(slice(0, num_rows), 0, np.zeros((0, 0), np.int64), write_states=(0,))
     return RecurrentStep(TorchStateSlots(program, 1, device), [span])
 
 

@@ -62,11 +62,14 @@ class StatePool:
 
     Attributes:
         has_page: whether the prefix index has the page with a key.
+        num_extra: slots that transfers and leases hold, and the slots of drafts if steps are
+            planned while others are in flight: running requests must never need these slots.
     """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.has_page: Callable[[bytes], bool] = lambda _: True
+        self.num_extra = 0
         self._counts = [0] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
         self._snapshots: dict[int, _Snapshot] = {}  # by slot

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from twostroke.core.step import Slice
     from twostroke.engine.kv_cache import PagePool
     from twostroke.engine.scheduler.kv_cache_manager import KvCacheManager
+    from twostroke.engine.scheduler.recurrent_states import RecurrentStates
 
 
 class DraftPages:
@@ -23,9 +24,16 @@ class DraftPages:
     pages from the point where it leaves the path of the other drafts. If the branch is accepted,
     its pages become the request's pages, so keys and values are never copied. No request is
     preempted to make room for drafts.
+
+    In models with recurrent layers each draft also gets a slot for the state after it, and drafts
+    are always a chain: the first chain of a tree.
     """
 
-    def __init__(self, pool: PagePool, kv_cache: KvCacheManager) -> None:
+    def __init__(
+        self, pool: PagePool, kv_cache: KvCacheManager, states: RecurrentStates | None = None
+    ) -> None:
+        """Allocate from `pool`, and with `states` slots for the recurrent states after drafts."""
+        self._states = states
         self._pool = pool
         self._page_size = pool.page_size
         self._kv_cache = kv_cache
@@ -54,6 +62,9 @@ class DraftPages:
             order, parents = depth_first(parents, max_depth)
         branch_starts = [index for index, parent in enumerate(parents) if parent != index - 1]
         chain_length = min(branch_starts[0] if branch_starts else len(order), max_depth)
+        if self._states is not None:
+            chain_length = min(chain_length, self._states.num_spare)
+            branch_starts = []
         room = self._grow(slice_, chain_length, num_running)
         if room < chain_length or not branch_starts:
             order = order[: max(0, min(room, chain_length))]
@@ -62,13 +73,26 @@ class DraftPages:
             slice_.branches = tuple(self._branches(slice_, parents, bounds, num_running))
             order = order[: bounds[len(slice_.branches)]]
         slice_.drafts = tuple([drafts[index] for index in order])
+        if self._states is not None:
+            self._states.add_drafts(slice_)
         return order
 
     def settle(self, slice_: Slice, last_accepted: int) -> None:
-        """Keep the KV pages of a request's accepted drafts; release the pages of other drafts.
+        """Keep the KV pages and the state of a request's accepted drafts; release all others.
 
         `last_accepted` is the index of the last accepted draft, or `ROOT` if none was accepted.
         """
+        if slice_.draft_states and self._states is not None:
+            self._states.settle(slice_, last_accepted)
+        self._settle_pages(slice_, last_accepted)
+
+    def undo(self, slice_: Slice) -> None:
+        """Release the KV pages and the states of a slice's step, which was undone."""
+        if self._states is not None:
+            self._states.undo(slice_)
+        self._settle_pages(slice_, ROOT)
+
+    def _settle_pages(self, slice_: Slice, last_accepted: int) -> None:
         request, branches = slice_.request, slice_.branches
         if not branches:
             return

@@ -12,6 +12,10 @@ Snapshots let later requests start after a shared prefix. They are kept
 - where two prompts part: at the end of the pages that a later request shares;
 - every `SNAPSHOT_TOKENS` tokens, which bounds how many are computed again where prompts part;
 - at the last page boundary that a request has computed, where a longer conversation continues.
+
+Drafts may be refused, so a step with drafts writes a state for each: to a slot after the newest
+token and to one after each draft. The commit keeps the slot of the last accepted draft, and the
+slot at the last page boundary before it, which may become a snapshot.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ if TYPE_CHECKING:
 
 SNAPSHOT_TOKENS: Final = 2048
 _MAX_RUNNING_SHARE: Final = 0.75  # of the slots that running requests take
+_MIN_SNAPSHOT_SHARE: Final = 0.25  # of the slots that drafts leave to snapshots and requests
 
 
 def slots_per_request(steps_ahead: int) -> int:
@@ -93,11 +98,18 @@ class RecurrentStates:
         pool: the slots.
     """
 
-    def __init__(self, pool: StatePool, page_size: int) -> None:
-        """Manage the slots of `pool`, for requests with KV pages of `page_size` tokens."""
+    def __init__(self, pool: StatePool, page_size: int, num_reserved: int = 0) -> None:
+        """Manage the slots of `pool`, for requests with KV pages of `page_size` tokens.
+
+        `num_reserved`: slots that running requests may need for steps which are planned while a
+        step with drafts is in flight; 0 if no step is planned then.
+        """
         self.pool = pool
         self._page_size = page_size
         self._pages_between = max(1, SNAPSHOT_TOKENS // page_size)
+        self._num_reserved = num_reserved
+        # The number of pages of requests whose drafts passed a page boundary, and its slot.
+        self._boundary_slots: dict[Request, tuple[int, int]] = {}
 
     def start(self, state: RequestState, slot: int) -> None:
         """Let a request start from the snapshot in `slot`, or from zeros with `NO_STATE`."""
@@ -137,17 +149,70 @@ class RecurrentStates:
             slice_.read_state = request.planned_state_slot
             slice_.write_state = request.planned_state_slot = self.pool.allocate()
 
+    @property
+    def num_spare(self) -> int:
+        """The number of slots that drafts of the newest planned step may take.
+
+        Drafts leave a quarter of the slots to snapshots, and all slots that requests may need
+        before the step is committed.
+        """
+        pool = self.pool
+        num_spare = pool.num_available - int(pool.num_slots * _MIN_SNAPSHOT_SHARE)
+        if self._num_reserved:
+            num_spare = min(num_spare, pool.num_slots - self._num_reserved - pool.num_extra)
+        return max(0, num_spare)
+
+    def add_drafts(self, slice_: Slice) -> None:
+        """Give each draft of a slice a slot for the state after it; there must be spare slots."""
+        slice_.draft_states = tuple([self.pool.allocate() for _ in slice_.drafts])
+        self._count_draft_slots(len(slice_.draft_states))
+
     def undo(self, slice_: Slice) -> None:
-        """Release the slot that a slice of an undone step would have written."""
-        self.pool.release(slice_.write_state)
+        """Release the slots that a slice of an undone step would have written."""
+        self._release_slots((slice_.write_state, *slice_.draft_states))
+        self._count_draft_slots(-len(slice_.draft_states))
         slice_.request.planned_state_slot = slice_.read_state
 
     def commit(self, slices: Iterable[Slice]) -> None:
-        """Move the requests of a computed step to the states that the step wrote."""
+        """Move the requests of a computed step to the states after their newest tokens.
+
+        `settle` moves a request whose drafts were accepted further.
+        """
         for slice_ in slices:
             if slice_.read_state != NO_STATE:
                 self.pool.release(slice_.read_state)
             slice_.request.state_slot = slice_.write_state
+
+    def settle(self, slice_: Slice, last_accepted: int) -> None:
+        """Move a request to the state after its last accepted draft; release the other states.
+
+        `last_accepted` is the index of the draft, or `ROOT` if none was accepted. The state at the
+        last page boundary that the accepted drafts passed stays for `keep_snapshot`.
+        """
+        request, num_accepted = slice_.request, 1 + last_accepted
+        slots = [slice_.write_state, *slice_.draft_states]
+        self._count_draft_slots(-len(slice_.draft_states))
+        request.state_slot = request.planned_state_slot = slots.pop(num_accepted)
+        end = slice_.start + slice_.count  # where the state in the first slot is
+        num_pages = (end + num_accepted) // self._page_size
+        boundary = num_pages * self._page_size - end
+        if 0 <= boundary < num_accepted:
+            self._boundary_slots[request] = num_pages, slots.pop(boundary)
+        self._release_slots(slots)
+
+    def end_commit(self) -> None:
+        """Release the states at passed page boundaries that did not become snapshots."""
+        if self._boundary_slots:
+            self._release_slots([slot for _, slot in self._boundary_slots.values()])
+            self._boundary_slots.clear()
+
+    def _count_draft_slots(self, change: int) -> None:
+        if self._num_reserved:
+            self.pool.num_extra += change
+
+    def _release_slots(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            self.pool.release(slot)
 
     def release(self, request: Request) -> None:
         """Release the slot of a request that stops running."""
@@ -158,14 +223,19 @@ class RecurrentStates:
     def keep_snapshot(self, state: RequestState) -> None:
         """Keep a request's state as a snapshot, if a page ends at its last computed token.
 
-        A snapshot after generated tokens replaces the request's earlier one of this kind.
+        If accepted drafts passed the end of a page, the state there is kept. A snapshot after
+        generated tokens replaces the request's earlier one of this kind.
         """
         request, chain = state.request, state.chain
         num_pages, rest = divmod(request.num_settled, self._page_size)
+        slot = request.state_slot
+        if rest and request in self._boundary_slots:
+            num_pages, slot = self._boundary_slots[request]
+            rest = 0
         if rest or chain is None or not 0 < num_pages <= len(chain.keys):
             return
         is_lasting = num_pages in state.snapshot_pages or num_pages % self._pages_between == 0
-        is_generated = request.num_settled > request.num_prompt
+        is_generated = num_pages * self._page_size > request.num_prompt
         if not is_lasting and not is_generated:
             return
         key = chain.keys[num_pages - 1]
@@ -175,6 +245,7 @@ class RecurrentStates:
             if state.last_snapshot is not None:
                 self.pool.drop(state.last_snapshot)
             state.last_snapshot = key
+        num_tokens = num_pages * self._page_size
         previous = self.pool.longest_before(chain.keys, num_pages)
         is_shared = num_pages == state.parted_after
-        self.pool.keep(request.state_slot, key, request.num_settled, previous, is_shared=is_shared)
+        self.pool.keep(slot, key, num_tokens, previous, is_shared=is_shared)

@@ -11,7 +11,6 @@ from bisect import insort
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from twostroke.core.draft_tree import ROOT
 from twostroke.core.errors import RequestError, UsageError
 from twostroke.core.step import Slice, StepPlan
 from twostroke.engine.scheduler.config import SchedulerStats, SchedulerView, max_len
@@ -82,12 +81,18 @@ class Scheduler:
             reason = f"A batch of {policy.size} exceeds {{field}} ({config.max_running})."
             raise UsageError(reason, field="max_running")
         self.config = config
-        self._recurrent = None if states is None else RecurrentStates(states, pool.page_size)
+        self._recurrent = None
+        if states is not None:
+            is_ahead = config.steps_ahead > 0
+            num_reserved = config.max_running * slots_per_request(config.steps_ahead)
+            self._recurrent = RecurrentStates(
+                states, pool.page_size, num_reserved if is_ahead else 0
+            )
         self.prefix_cache = PrefixCache(index, pool, self._recurrent)
         self._pool = pool
         self._clock = clock
         self._kv_cache = KvCacheManager(pool, config.max_tokens_in_flight, self._recurrent)
-        self._draft_pages = DraftPages(pool, self._kv_cache)
+        self._draft_pages = DraftPages(pool, self._kv_cache, self._recurrent)
         self._max_tokens = pool.groups.max_tokens(pool.num_pages, config.context_length)
         self.prefix_cache.transfers.limit(
             self._max_tokens,
@@ -207,9 +212,11 @@ class Scheduler:
             )
             assert not is_stuck, "no running request makes progress"
             return None
+        num_drafts = builder.budget
         if self._recurrent is not None:
             self._recurrent.plan(slices)
-        plan = StepPlan(tuple(slices), tuple(builder.preempted), builder.budget)
+            num_drafts = min(num_drafts, self._recurrent.num_spare)
+        plan = StepPlan(tuple(slices), tuple(builder.preempted), num_drafts)
         self._in_flight.steps.append((plan, owners))
         return plan
 
@@ -223,7 +230,7 @@ class Scheduler:
         indices of the drafts that were added, in the order of their rows.
         """
         state = self._states.get(slice_.request.id)
-        if state is None or self._recurrent is not None:  # the request has ended, or cannot go back
+        if state is None:  # the request has ended
             return ()
         return self._draft_pages.add(
             slice_,
@@ -244,6 +251,8 @@ class Scheduler:
         reader = ResultReader(result, self._draft_pages)
         deltas = reader.apply(owners, plan.slices, self._update_pages)
         reader.check_consumed()
+        if self._recurrent is not None:
+            self._recurrent.end_commit()
         if reader.has_ends:
             for state in [state for state in self._running if state.request.is_finished]:
                 del self._states[state.request.id]
@@ -279,10 +288,8 @@ class Scheduler:
         """
         plan, _ = self._in_flight.steps.pop()
         for slice_ in plan.slices:
-            self._draft_pages.settle(slice_, ROOT)
+            self._draft_pages.undo(slice_)
             slice_.request.num_planned = slice_.start
-            if self._recurrent is not None:
-                self._recurrent.undo(slice_)
         self._in_flight.release_ended()
 
     def preempt_all(self) -> None:

@@ -236,10 +236,10 @@ class Transfers:
         Only the transfer may write to the slot until it ends.
         """
         assert self._states is not None
-        if self.num_held_states >= self.max_held_states or not self._states.num_available:
+        if self._states.num_extra >= self.max_held_states or not self._states.num_available:
             return NO_STATE
         transfer.state_slot = self._states.allocate()
-        self.num_held_states += 1
+        self._count_held_state(1)
         return transfer.state_slot
 
     def add_state(self, transfer: Transfer) -> None:
@@ -308,11 +308,13 @@ class Transfers:
     def lease_state(self, key: bytes) -> Lease | None:
         """Return a lease on the snapshot with this page key; None without one, or without room."""
         slot = NO_STATE if self._states is None else self._states.find(key)
-        if slot == NO_STATE or self.num_held_states >= self.max_held_states:
+        if slot == NO_STATE:
             return None
         assert self._states is not None
+        if self._states.num_extra >= self.max_held_states:
+            return None
         self._states.share(slot)
-        self.num_held_states += 1
+        self._count_held_state(1)
         return Lease({}, slot)
 
     def num_pages_before(self, keys: Sequence[bytes], num_pages: int) -> int:
@@ -346,8 +348,13 @@ class Transfers:
 
     def _release_state(self, slot: int) -> None:
         assert self._states is not None
-        self.num_held_states -= 1
+        self._count_held_state(-1)
         self._states.release(slot)
+
+    def _count_held_state(self, change: int) -> None:
+        assert self._states is not None
+        self.num_held_states += change
+        self._states.num_extra += change
 
     def _release_pages(self, transfer: Transfer, keys: Sequence[PageKey]) -> None:
         pages = [transfer.pages.pop(key) for key in keys]

@@ -126,7 +126,9 @@ class CalibrationStream:
         pages = np.arange(num_groups * len(pieces)).reshape(num_groups, -1)
         ends = np.cumsum([len(piece) for piece in pieces])
         self._spans = tuple(
-            RowSpan(slice(int(end) - len(piece), int(end)), 0, pages[:, i : i + 1], write_state=i)
+            RowSpan(
+                slice(int(end) - len(piece), int(end)), 0, pages[:, i : i + 1], write_states=(i,)
+            )
             for i, (piece, end) in enumerate(zip(pieces, ends, strict=True))
         )
         self._tokens = np.concatenate([np.array(piece, np.int64) for piece in pieces])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 from twostroke.model.program.kv_layout import STATE_VALUE_BYTES, StateLayer
 from twostroke.model.program.operation import Activation, Operation
 from twostroke.model.program.sharding import Sharding, Weight
-from twostroke.model.program.work import Cost, each_request, each_row, once
+from twostroke.model.program.work import Cost, each_draft, each_request, each_row, once
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,12 +40,14 @@ class _RecurrentOperation(Operation):
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
         """Yield the cost: the weights once, each row's FLOPs, each request's state twice.
 
-        The state is read before the request's first row, and written after its last.
+        The state is read before the request's first row, and written after its last row and after
+        each draft.
         """
         del cache
         yield once, Cost(0, self._stored_bytes(weight_bytes))
         yield each_row, Cost(self.row_flops)
         yield each_request, Cost(0, 0, 2 * STATE_VALUE_BYTES * self.num_state_values)
+        yield each_draft, Cost(0, 0, STATE_VALUE_BYTES * self.num_state_values)
 
 
 class ShortConvolution(_RecurrentOperation):

@@ -70,6 +70,11 @@ def each_sampled_row(batch: BatchShape) -> int:
     return batch.num_sampled
 
 
+def each_draft(batch: BatchShape) -> int:
+    """Count the rows of a batch that get logits beyond one for each request: its drafts."""
+    return max(0, batch.num_sampled - len(batch.starts))
+
+
 def once_if_sampled(batch: BatchShape) -> int:
     """Count a batch as 1 if any row gets logits, else as 0, such as for reading their matrix."""
     return min(1, batch.num_sampled)
