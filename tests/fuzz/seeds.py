@@ -120,7 +120,8 @@ def _folder_bytes(small: Tiny) -> bytes:
         folder = write_tiny_folder(Path(scratch), small)
         config = json.loads((folder / "config.json").read_text())
         tensors = dict(read_safetensors(folder / "model.safetensors").tensors)
-        few = _cut(tensors, "model.embed_tokens.weight")
+        tables = ("embed_tokens.weight", "embeddings.weight")
+        few = _cut(tensors, next(name for name in tensors if name.endswith(tables)))
     config |= {"vocab_size": NUM_TOKENS}
     config |= {key: small.ffn_size for key in EXPERT_SIZES if key in config}
     names = list(few)

@@ -68,6 +68,7 @@ MIXER_WEIGHTS = [
     *[("lfm2", f"shortconv.{part}.weight") for part in ("in_proj", "conv", "out_proj")],
     *[("granite-hybrid", f"ssm_{part}.weight") for part in ("in", "conv1d", "norm", "out")],
     *[("granite-hybrid", f"ssm_{part}") for part in ("a", "d", "dt.bias", "conv1d.bias")],
+    ("nemotron-h-experts", "ffn_latent_up.weight"),
 ]
 
 
