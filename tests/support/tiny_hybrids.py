@@ -16,6 +16,7 @@ from support.tiny_mixers import (
     mamba_names,
     mamba_state_names,
     nemotron_config,
+    nemotron_metadata,
     nemotron_names,
 )
 from support.tiny_variant import Variant
@@ -137,7 +138,7 @@ _NEMOTRON_H = Variant(
     "nemotron_h",
     "nemotron_h",
     sizes={"num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "tied": False},
-    metadata=mamba_metadata(_NEMOTRON_MAMBA, 2) | {"feed_forward_length": [0, 0, 128, 0]},
+    metadata=nemotron_metadata(_NEMOTRON_MAMBA, 2, [0, 0, 128, 0]),
     config=nemotron_config(_NEMOTRON_MAMBA, "M*-M"),
     layer_names=nemotron_names(has_experts=False),
     model_names=NEMOTRON_MODEL_NAMES,
@@ -154,8 +155,7 @@ _NEMOTRON_H_EXPERTS = replace(
     _NEMOTRON_H,
     architecture="nemotron_h_moe",
     metadata={
-        **mamba_metadata(_SUPER_MAMBA, 2),
-        "feed_forward_length": [0, 128, 0, 128],
+        **nemotron_metadata(_SUPER_MAMBA, 2, [0, 128, 0, 128]),
         "expert_count": 8,
         "expert_used_count": 3,
         "expert_feed_forward_length": 128,

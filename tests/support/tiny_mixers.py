@@ -137,6 +137,13 @@ def mamba_weights(rng: np.random.Generator, tiny: Tiny, sizes: Mamba) -> Weights
     }
 
 
+def nemotron_metadata(sizes: Mamba, num_kv_heads: int, ffn_sizes: list[int]) -> dict[str, Any]:
+    return mamba_metadata(sizes, num_kv_heads) | {
+        "feed_forward_length": ffn_sizes,
+        "attention.layer_norm_epsilon": 1e-5,
+    }
+
+
 def nemotron_config(sizes: Mamba, blocks: str) -> dict[str, Any]:
     return {
         "hybrid_override_pattern": blocks,

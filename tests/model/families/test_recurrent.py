@@ -278,3 +278,31 @@ def test_a_folder_with_vision_only_is_refused_in_one_sentence(tmp_path: Path) ->
     with pytest.raises(ModelFormatError) as caught:
         load_path(folder)
     assert str(caught.value) == "'model.safetensors' has no weights of a text model."
+
+
+def test_the_epsilon_of_nemotron_files_may_have_the_other_key(tmp_path: Path) -> None:
+    tiny = tiny_of("nemotron-h")
+    metadata, tensors = tiny_metadata(tiny), tiny_tensors(tiny)
+    spec = load_path(write_gguf(tmp_path / "a.gguf", metadata, tensors)).spec
+    del metadata["nemotron_h.attention.layer_norm_rms_epsilon"]
+    assert load_path(write_gguf(tmp_path / "a.gguf", metadata, tensors)).spec == spec
+
+
+def test_mtp_layers_of_nemotron_files_are_left_out(tmp_path: Path) -> None:
+    tiny = tiny_of("nemotron-h-experts")
+    metadata, tensors = tiny_metadata(tiny), tiny_tensors(tiny)
+    plain = load_path(write_gguf(tmp_path / "a.gguf", metadata, tensors))
+    metadata |= {
+        "nemotron_h_moe.block_count": 5,
+        "nemotron_h_moe.nextn_predict_layers": 1,
+        "nemotron_h_moe.attention.head_count_kv": [0, 0, 2, 0, 2],
+        "nemotron_h_moe.feed_forward_length": [0, 128, 0, 128, 128],
+    }
+    extra = {
+        name.replace("blk.3.", "blk.4."): tensor
+        for name, tensor in tensors.items()
+        if name.startswith("blk.3.")
+    }
+    loaded = load_path(write_gguf(tmp_path / "a.gguf", metadata, tensors | extra))
+    assert loaded.spec == plain.spec
+    assert loaded.tensors.keys() == plain.tensors.keys()

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from twostroke.model.families.spec import ModelSpec
 
 _KV_HEADS: Final = "attention.head_count_kv"
+_EPSILON: Final = "attention.layer_norm_rms_epsilon"
 _FFN_SIZES: Final = "feed_forward_length"
 _SHARED_WIDTH: Final = "expert_shared_feed_forward_length"
 _KINDS: Final = {
@@ -58,9 +59,14 @@ _MAMBA_KEYS: Final = {
 
 
 def gguf_values(fields: Fields) -> dict[str, Any]:
-    """Return changed metadata of a GGUF file: one size for all layers, and no MTP layers."""
-    sizes = {key: gguf_only_value(fields, key) for key in (_KV_HEADS, _FFN_SIZES)}
-    return without_mtp_layers(fields) | sizes
+    """Return changed metadata of a GGUF file: one size for all layers, and no MTP layers.
+
+    Files may have the epsilon of norms under the key for norms with a mean.
+    """
+    values = {key: gguf_only_value(fields, key) for key in (_KV_HEADS, _FFN_SIZES)}
+    if not fields.has(_EPSILON):
+        values[_EPSILON] = fields.value("attention.layer_norm_epsilon")
+    return without_mtp_layers(fields) | values
 
 
 def from_gguf(fields: Fields, spec: ModelSpec, *, has_experts: bool = False) -> ModelSpec:
