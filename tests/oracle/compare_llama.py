@@ -41,7 +41,7 @@ _LONG_CONTEXT = 8192
 _DRAWN_BYTE = ord("A")
 MAX_KL = 5e-6  # log-probabilities are sent as text of float32
 # Families whose tiny models llama.cpp only reads with an output matrix of their own.
-_UNTIED = frozenset({"olmo2", "olmo3", "minimax-m2", "mellum", "muse-glimmer"})
+_UNTIED = frozenset({"olmo2", "olmo3", "gpt-oss", "minimax-m2", "mellum", "muse-glimmer"})
 # Metadata of published files that this product does not need.
 _METADATA: dict[str, dict[str, Any]] = {
     "ernie4.5-experts": {"expert_shared_feed_forward_length": 256},
@@ -52,6 +52,7 @@ KNOWN_DIFFERENCES = {
     "mistral": (17, "llama.cpp reads no sliding window in the architecture llama"),
     "phi3": (17, "llama.cpp has turned the sliding window of Phi-3 off"),
     "mellum": (0, "llama.cpp rotates layers with a window by the base of the others"),
+    "gpt-oss": (0, "llama.cpp rounds the ends of YaRN's blend to whole pairs"),
     "exaone4": (0, "llama.cpp knows layers without RoPE only in models of 64 layers"),
 }
 
