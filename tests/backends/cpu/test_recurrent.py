@@ -142,7 +142,9 @@ def test_prompt_and_generated_rows_of_a_request_in_one_step(level):
         assert apart == alone == together[1:]
 
 
-@pytest.mark.parametrize("shape", ["grouped", "large", "odd"])
+@pytest.mark.parametrize(
+    "shape", ["grouped", "large", "odd", "biased convolution", "large mamba", "odd mamba"]
+)
 @pytest.mark.parametrize("level", LEVELS)
 def test_states_after_drafts_are_those_of_drawn_tokens(level, shape):
     """The state after each draft is, bit for bit, that of a step which ends there."""
