@@ -126,6 +126,7 @@ def write_model(family: str, folder: Path) -> tuple[Path, Sequence[int]]:
         delta = replace(variant.delta, value_dim=variant.delta.key_dim)
         metadata = {**variant.metadata, **delta_metadata(delta)}
         FAMILIES[family] = replace(variant, delta=delta, metadata=metadata)
+    if variant.attends is not None:
         sizes["context_length"] = _LONG_CONTEXT
         lengths = (*_SHORT_LENGTHS, *_LONG_LENGTHS)
     added = {

@@ -147,6 +147,7 @@ def nemotron_metadata(sizes: Mamba, num_kv_heads: int, ffn_sizes: list[int]) -> 
 def nemotron_config(sizes: Mamba, blocks: str) -> dict[str, Any]:
     return {
         "hybrid_override_pattern": blocks,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},  # which nothing reads
         "mamba_num_heads": sizes.num_heads,
         "mamba_head_dim": sizes.head_dim,
         "n_groups": sizes.num_groups,
