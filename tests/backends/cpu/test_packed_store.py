@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import logging
+import mmap
 import os
 import random
 from typing import TYPE_CHECKING
@@ -15,8 +17,8 @@ import pytest
 from support.cpu import PAGE_SIZE, tiny_model
 from support.native import native_dir
 from twostroke.backends.cpu import CpuBackend, packed_store
-from twostroke.backends.cpu.mapped_file import Mapping
-from twostroke.backends.cpu.packed_store import PackedStore
+from twostroke.backends.cpu.mapped_file import Mapping, map_file
+from twostroke.backends.cpu.packed_store import MappedWeights, PackedStore
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -109,9 +111,12 @@ def test_the_first_process_shares_the_file_once_it_is_written(
     monkeypatch.setattr(Mapping, "has_huge_pages", lambda _: True)
     moves = []
     move_to = Mapping.move_to
-    monkeypatch.setattr(
-        Mapping, "move_to", lambda self, address: (moves.append(address), move_to(self, address))
-    )
+
+    def move(mapping, address, num_bytes):
+        moves.append(address)
+        move_to(mapping, address, num_bytes)
+
+    monkeypatch.setattr(Mapping, "move_to", move)
     backend = open_backend(model, store_in(tmp_path))
     assert np.array_equal(backend.score(TOKENS), expected)
     backend._weights._writer._thread.join()
@@ -126,7 +131,7 @@ def test_the_first_process_shares_the_file_once_it_is_written(
 def test_a_mapping_that_cannot_be_moved_changes_nothing(model, tmp_path, expected, monkeypatch):
     monkeypatch.setattr(Mapping, "has_huge_pages", lambda _: True)
 
-    def refuse(_mapping, _address):
+    def refuse(_mapping, _address, _num_bytes):
         raise OSError(errno.ENOMEM, "no memory")
 
     monkeypatch.setattr(Mapping, "move_to", refuse)
@@ -135,6 +140,22 @@ def test_a_mapping_that_cannot_be_moved_changes_nothing(model, tmp_path, expecte
     backend._weights.share()
     assert np.array_equal(backend.score(TOKENS), expected)
     backend.close()
+
+
+def test_moved_weights_leave_the_memory_behind_them_alone(tmp_path):
+    """The file also has sums and a trailer, for which there is no room in the own memory."""
+    path = tmp_path / "x.packed"
+    contents = random.Random(0).randbytes(4 * mmap.PAGESIZE)
+    path.write_bytes(contents + bytes(100))
+    memory = mmap.mmap(-1, 6 * mmap.PAGESIZE)
+    memory[:] = b"\1" * len(memory)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    weights = MappedWeights(map_file(path, len(contents) + 100), len(contents))
+    weights.move_to(address)
+    assert memory[: len(contents)] == contents
+    assert memory[len(contents) :] == b"\1" * 2 * mmap.PAGESIZE
+    weights.close()
+    assert memory[: len(contents)] == contents
 
 
 def damage_byte(path: Path, position: int) -> None:

@@ -93,22 +93,27 @@ class Mapping:
                     mapped_kb += int(value.split()[0])
         return mapped_kb * 1024 >= _MIN_HUGE_RATIO * self._num_bytes
 
-    def move_to(self, address: int) -> None:
-        """Move the mapping to `address`, in place of the memory that is mapped there.
+    def move_to(self, address: int, num_bytes: int) -> None:
+        """Move the first `num_bytes` bytes to `address`, in place of the memory that is there.
+
+        The last page is moved as a whole. The rest of the file is unmapped: behind the memory at
+        `address`, other memory of the process may lie.
 
         Raises:
             OSError: the operating system refuses it; nothing has changed.
         """
+        length = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         moved = _libc.mremap(
             ctypes.c_void_p(self.address),
-            ctypes.c_size_t(self._length),
-            ctypes.c_size_t(self._length),
+            ctypes.c_size_t(length),
+            ctypes.c_size_t(length),
             ctypes.c_int(_MREMAP_MAYMOVE | _MREMAP_FIXED),
             ctypes.c_void_p(address),
         )
         if moved == -1:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         self._is_open = False
+        _unmap(self.address + length, self._length - length)
 
     def close(self) -> None:
         """Unmap the file; may be called twice."""

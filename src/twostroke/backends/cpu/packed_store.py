@@ -194,11 +194,12 @@ class MappedWeights:
         _in_threads(copy, range(0, self.num_bytes, _WRITE_BYTES))
 
     def move_to(self, address: int) -> None:
-        """Move the mapping to `address`, in place of the memory that is there.
+        """Move the packed weights to `address`, in place of the memory that is there.
 
-        `close` must not be called afterwards; who frees the memory at `address` frees the mapping.
+        The rest of the file is unmapped. `close` does nothing afterwards: who frees the memory at
+        `address` frees the mapped weights.
         """
-        self._mapping.move_to(address)
+        self._mapping.move_to(address, self.num_bytes)
 
     def close(self) -> None:
         """Unmap the file."""
@@ -249,6 +250,8 @@ class PackedWriter:
         with part.open("ab", buffering=0) as file:
             if not try_lock(file.fileno()) or self._path.exists():
                 return False  # another process writes the same weights, or has written them
+            if not os.path.samestat(os.fstat(file.fileno()), part.stat()):
+                return False  # it has renamed this file since, so processes may have mapped it
             try:
                 self._store.make_room(self._path, _file_bytes(self._num_bytes))
                 file.truncate(0)
