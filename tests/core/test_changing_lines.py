@@ -21,6 +21,10 @@ CHANGING = [
     ("# Current Time\n2026-11-30 12:00 (UTC)\n", "date"),
     ("<CURRENT_DATETIME>\n2026-06-11T00:44\n</CURRENT_DATETIME>\n", "date"),
     ("  <current_date>2026-11-30</current_date>\n", "date"),
+    ("Today's date is 9. Juni 2026.\n", "date"),
+    ("current time: Tuesday, 5 PM\n", "date"),
+    ("# Current Time\n5/5/2025, 3:04:05 PM (Europe/Berlin, UTC+2:00)\n", "date"),
+    ("<timestamp>1780000000</timestamp>\n", "date"),
     ("Session ID: 3f2b1c00-1111\n", "id"),
     ("request_id=abcdef123\n", "id"),
     ("<session_id>abcdef123</session_id>\n", "id"),
@@ -33,6 +37,17 @@ STABLE = [
     "Never write x-anthropic-billing-header: into a file.\n",
     "timestamp: 5\n",
     "Current directory: /src/2026\n",
+    # Instructions about dates and ids are no dates and ids.
+    "Today's date is important. Count to 10 in each answer.\n",
+    "The current time complexity is O(n^2): lower it.\n",
+    "Current date format: YYYY-MM-DD, such as 2026-11-30\n",
+    "Current date: see line 3\n",
+    "Current time: unknown\n2026 files follow.\n",
+    "## Current time\nIf the user asks for 5 things, list them.\n",
+    "<timestamp>int64</timestamp>\n",
+    "thread_id: integer\n",
+    "Session ID: string\n2026 sessions\n",
+    "request id: must_be_returned\n",
 ]
 
 

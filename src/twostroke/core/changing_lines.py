@@ -27,14 +27,19 @@ _KEYWORDS: Final = (
     *("id:", "Id:", "ID:", "id=", "ID=", "id>", "ID>"),
 )
 _BULLET: Final = r"[ \t]{0,20}(?:[-*] )?(?:\*\*)?"
-_COLON: Final = r"(?:\*\*)?(?: is)?:?(?:\*\*)?[ \t]{1,9}"
+_COLON: Final = r"(?:\*\*)?(?: is:?|:|(?= \d))(?:\*\*)?[ \t]{1,9}"
 _DATE_NAME: Final = (
     r"(?:today(?:'|’|\\u2019)?s date|(?:the )?current (?:local )?(?:date and time|date/time|"
     r"datetime|date|time)(?: in iso format)?)"
 )
 _DATE_TAG: Final = r"(?:current_?date(?:_?time)?|current_?time|todays_date|timestamp)"
 _ID_NAME: Final = r"(?:session|conversation|request|thread|trace|turn|run)[ _-]?id"
-_ID: Final = r"[\w.:-]{6,100}"
+_ID: Final = r"(?=(?:(?!\d)[\w.:-]){0,99}\d)[\w.:-]{6,100}"  # a word without a digit is no id
+# The first number of a date or a time.
+_DATE: Final = (
+    r"(?:(?:19|20)\d\d|\d{1,2}[.:/-]\d|\d{1,2}[^\d\n]{1,15}(?:19|20)\d\d|\d{1,2} ?[ap]\.?m\b"
+    r"|\d{10})"
+)
 # Blocks of a user's first messages in which agents describe their surroundings.
 _BLOCK_BEGIN: Final = re.compile(
     r"<(env|environment|environment_context|environment_details|system-reminder|context)>"
@@ -48,9 +53,10 @@ def _line_pattern(character: str, line_end: str) -> str:
         character: matches a character of a line.
         line_end: matches the end of a line, with its line break if there is one.
     """
-    value = rf"(?=[^\d]{{0,40}}\d){character}{{1,100}}{line_end}"
+    value = rf"(?=(?:(?!\d){character}){{0,40}}{_DATE}){character}{{1,100}}{line_end}"
     attribute = rf"(?:[ \t]?[\w-]+=[^;\s\"\\]*(?:;|(?={line_end})))"
-    text_in_tag = rf"(?:{character}|{line_end}){{0,100}}?"
+    any_character = rf"(?:{character}|{line_end})"
+    text_in_tag = rf"(?=(?:(?!\d){any_character}){{0,40}}{_DATE}){any_character}{{0,100}}?"
     return (
         rf"(?P<billing>x-anthropic-billing-header:{attribute}+(?:{line_end})?)"
         rf"|(?P<date>{_BULLET}{_DATE_NAME}{_COLON}{value}"
