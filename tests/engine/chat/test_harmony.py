@@ -121,6 +121,7 @@ ROME = [("get_weather", '{"city": "Rome"}')]
         ),
         ("Just text.", ("", "Just text.", [], False)),
         ("finally", ("", "finally", [], False)),
+        ("<|start|>" + "x" * 600, ("", "x" * 600, [], False)),  # no header ends
         # Two sections of reasoning, and a recipient that is no tool.
         (f"{ANALYSIS}{ANALYSIS}", ("Let me think.\n\nLet me think.", "", [], False)),
         (
@@ -133,6 +134,15 @@ def test_answers_are_read_however_they_are_cut(
     text: str, expected: tuple[str, str, list[Any], bool], seed: int | None
 ) -> None:
     assert read(text, seed=seed) == expected
+
+
+def test_any_text_is_read_in_the_same_way_however_it_is_cut() -> None:
+    rng = random.Random(0)
+    parts = (*MARKS, "assistant", "analysis", "final", "commentary", " to=functions.get_weather")
+    parts += ("to=", " json", " ", "x" * 250, "\n", "Hi", "<|", "a", "<")
+    for _ in range(500):
+        text = "".join(rng.choices(parts, k=rng.randint(1, 12)))
+        assert read(text, seed=1) == read(text), text
 
 
 def test_a_cut_call_is_not_whole() -> None:

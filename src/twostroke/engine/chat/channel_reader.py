@@ -24,6 +24,7 @@ _MAX_HEADER_CHARS: Final = 500
 _BETWEEN: Final = "\n\n"  # between the texts of two messages
 # Ends the text of a message; the last two begin the next header without an end.
 _BODY_END: Final = regex.compile("|".join(map(regex.escape, (END, CALL, RETURN, START, CHANNEL))))
+_BEGIN_MARK: Final = regex.compile(rf"\s*+(?:{regex.escape(START)}|{regex.escape(CHANNEL)})")
 _RECIPIENT: Final = regex.compile(r"to=(?:functions[.:])?(?<name>[\w.:/\-]+)", regex.ASCII)
 _CHANNEL_NAME: Final = regex.compile(r"analysis|commentary|final")
 # A header begins with a mark, a recipient, or a word with one of the two after it.
@@ -85,15 +86,18 @@ class ChannelReader:
 
     def _read_header(self, pieces: list[Piece]) -> bool:
         """Read the header of a message; return False to wait for more text."""
-        header, mark, body = self._pending_text.partition(MESSAGE)
-        if mark:
-            self._pending_text = body
-            self._begin_message(header, pieces)
+        begin = self._pending_text[: _MAX_HEADER_CHARS + len(MESSAGE)]
+        header, mark, _ = begin.partition(MESSAGE)
+        is_long = not mark and len(begin) == _MAX_HEADER_CHARS + len(MESSAGE)
+        if is_long or not _may_be_header(header + mark):
+            if begin_mark := _BEGIN_MARK.match(self._pending_text):  # else a body ends there again
+                self._pending_text = self._pending_text[begin_mark.end() :]
+            self._begin_message("", pieces)  # text without a header
             return True
-        if len(header) <= _MAX_HEADER_CHARS and _may_be_header(header):
-            return False
-        self._begin_message("", pieces)  # text without a header
-        return True
+        if mark:
+            self._pending_text = self._pending_text[len(header) + len(mark) :]
+            self._begin_message(header, pieces)
+        return bool(mark)
 
     def _begin_message(self, header: str, pieces: list[Piece]) -> None:
         """Begin a message, of the channel and with the recipient that its header names."""
@@ -140,6 +144,4 @@ class ChannelReader:
 
 def _may_be_header(text: str) -> bool:
     """Return whether a text begins a header, or may begin a header if more text comes."""
-    begin = text.lstrip()
-    words = ("<|", "to=", "assistant", "analysis", "commentary", "final")
-    return any(word.startswith(begin) for word in words) or _HEADER_BEGIN.match(text) is not None
+    return _HEADER_BEGIN.match(text, partial=True) is not None
