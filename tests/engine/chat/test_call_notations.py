@@ -335,6 +335,14 @@ def test_a_call_without_the_mark_before_its_function_is_held_and_read() -> None:
     assert read("tags", "<function=rain>\n", SCHEMAS) == ("<function=rain>\n", [], False)
 
 
+def nested_lists(depth: int) -> dict[str, Any]:
+    """Return the schema of an argument that is a list of lists of lists and so on."""
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return {"properties": {"a": schema}}
+
+
 @pytest.mark.parametrize(
     ("name", "schema"),
     [
@@ -346,6 +354,7 @@ def test_a_call_without_the_mark_before_its_function_is_held_and_read() -> None:
         ("pairs", {"properties": {"a": {"const": "</arg_value>"}}, "required": ["a"]}),
         ("keywords", {"properties": {"a b": {}}, "required": ["a b"]}),
         ("gemma", {"properties": {"a": {"const": '<|"|>'}}, "required": ["a"]}),
+        ("gemma", nested_lists(300)),
     ],
 )
 def test_a_schema_that_a_notation_cannot_hold_is_refused_if_it_is_strict(

@@ -106,6 +106,13 @@ def write_arguments_rule(name: str, text: str, deadline: Deadline) -> WrittenRul
         ValueError: the schema cannot be used, or the notation cannot hold it.
         TimeoutError: the deadline is over.
     """
+    try:
+        return _written_rules(name, text, deadline)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _written_rules(name: str, text: str, deadline: Deadline) -> WrittenRules:
     rule = msgspec.json.decode(text, type=ArgumentsRule)
     prepared = prepare(json.dumps({"type": "object", **rule.schema}), deadline)
     json_form = with_escapes(JSON_FORM) if prepared.escapes else JSON_FORM
