@@ -9,6 +9,8 @@ import logging
 import mmap
 import os
 import random
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -324,6 +326,27 @@ def test_closing_gives_up_a_file_that_takes_long(model, tmp_path, monkeypatch):
     writer.close(wait_s=0)
     assert list(tmp_path.iterdir()) == []
     backend.close()
+
+
+ENDS_EARLY = """
+import sys, time, pathlib, numpy
+from twostroke.backends.cpu import packed_store
+weights = numpy.zeros(1 << 20, numpy.uint8)
+write_all = packed_store._write_all
+packed_store._write_all = lambda *values: (time.sleep(0.3), write_all(*values))
+store = packed_store.PackedStore(pathlib.Path(sys.argv[1]), "file", min_bytes=0)
+path = pathlib.Path(sys.argv[1]) / "x.packed"
+writer = store.write_later(path, weights.ctypes.data, weights.size)
+import atexit
+atexit.register(writer._thread.join)
+"""
+
+
+def test_a_process_that_ends_without_closing_leaves_no_part_and_no_traceback(tmp_path):
+    command = [sys.executable, "-c", ENDS_EARLY, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ended.stderr == ""
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_numa_nodes_pack_for_themselves(model, tmp_path, monkeypatch):

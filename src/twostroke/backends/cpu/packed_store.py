@@ -243,6 +243,9 @@ class PackedWriter:
         except (OSError, TwostrokeError) as error:
             reason = getattr(error, "strerror", None) or error
             _logger.info("The packed weights are not kept for the next start: %s.", reason)
+        except RuntimeError:  # of threads that cannot start, as the process ends without `close`
+            if threading.main_thread().is_alive():
+                raise
 
     def _write_file(self) -> bool:
         """Write the file, and return whether it is complete."""
