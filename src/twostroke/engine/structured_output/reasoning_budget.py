@@ -56,9 +56,9 @@ class ReasoningBudget:
         num_reserved = num_marks + max(1, max_output // _ANSWER_DIVISOR)
         self.num_tokens = max(0, min(num_tokens, max_output - num_reserved))
         self.num_words = -(-vocab_size // 32)
-        self.all_tokens = _mask_of(range(vocab_size), self.num_words)
-        self.without_ends = self.all_tokens & ~_mask_of(tokenizer.eos_ids, self.num_words)
-        self.closing_masks = [_mask_of((token,), self.num_words) for token in self.closing]
+        self.all_tokens = _mask_of(slice(vocab_size), self.num_words)
+        self.without_ends = self.all_tokens & ~_mask_of([*tokenizer.eos_ids], self.num_words)
+        self.closing_masks = [_mask_of([token], self.num_words) for token in self.closing]
 
     def matcher(self, constraint: Matcher | None) -> BudgetMatcher:
         """Return the matcher of a new request whose answer also follows `constraint`."""
@@ -244,8 +244,8 @@ def _ends_in_character(data: bytes) -> bool:
     return False
 
 
-def _mask_of(tokens: Sequence[int] | frozenset[int], num_words: int) -> NDArray[np.uint32]:
+def _mask_of(tokens: list[int] | slice, num_words: int) -> NDArray[np.uint32]:
     """Return the mask, `num_words` 32-bit words, that allows only these tokens."""
     flags = np.zeros(num_words * 32, np.uint8)
-    flags[list(tokens)] = 1
+    flags[tokens] = 1
     return np.packbits(flags, bitorder="little").view("<u4").astype(np.uint32)
