@@ -53,7 +53,10 @@ def _line_pattern(character: str, line_end: str) -> str:
         character: matches a character of a line.
         line_end: matches the end of a line, with its line break if there is one.
     """
-    value = rf"(?=(?:(?!\d){character}){{0,40}}{_DATE}){character}{{1,100}}{line_end}"
+    has_date = rf"(?=(?:(?!\d){character}){{0,40}}{_DATE})"
+    # Two words after a date and a full stop are an instruction.
+    sentence = rf"{character}{{1,100}}?[.!?;] +[^\W\d](?:(?! ){character}){{0,40}} +[^\W\d]"
+    value = rf"{has_date}(?!{sentence}){character}{{1,100}}{line_end}"
     attribute = rf"(?:[ \t]?[\w-]+=[^;\s\"\\]*(?:;|(?={line_end})))"
     any_character = rf"(?:{character}|{line_end})"
     text_in_tag = rf"(?=(?:(?!\d){any_character}){{0,40}}{_DATE}){any_character}{{0,100}}?"
