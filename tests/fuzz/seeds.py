@@ -149,6 +149,8 @@ def _families() -> dict[str, Tiny]:
         num_layers = max((len(each) for each in lists if isinstance(each, list)), default=1)
         if num_layers > 1 and variant.num_experts:
             continue  # too large
+        if isinstance(variant.metadata.get("attention.head_count_kv"), list):
+            continue  # its lists of heads need more than these sizes
         if "leading_dense_block_count" in variant.metadata and variant.latent is None:
             num_layers = 2
         if num_layers > 1:  # a value for each layer, or other layers first

@@ -133,6 +133,8 @@ OTHER_NUMBERS = frozenset(
         *("seed", "top_k", "min_keep", "top_logprobs", "logprobs", "prompt_logprobs", "n_probs"),
         *("min_tokens", "priority", "stop_token_ids", "prompt", "id_slot", "mirostat"),
         "max_tool_calls",
+        *("reasoning_budget", "thinking_budget", "thinking_budget_tokens"),
+        "thinking_token_budget",
     )
 )
 

@@ -21,11 +21,12 @@ def counted_noun(count: float, noun: str, plural: str | None = None, *, form: st
     Args:
         count: the number.
         noun: the noun in the singular; words may stand before it, as in "open file".
-        plural: the noun in the plural; `noun` with an s by default. Verbs may follow both nouns,
-            as in "request waits" and "requests wait".
+        plural: the noun in the plural; `noun` with s or es by default. Verbs may follow both
+            nouns, as in "request waits" and "requests wait".
         form: the format of the number, such as ",".
     """
-    return f"{count:{form}} {noun if count == 1 else plural or f'{noun}s'}"
+    ending = "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
+    return f"{count:{form}} {noun if count == 1 else plural or noun + ending}"
 
 
 def format_bytes(num_bytes: int) -> str:

@@ -42,6 +42,7 @@ FIELDS_WITH_EFFECT = {
 FIELDS_WITHOUT_EFFECT = {
     *("top_k", "top_p", "min_p", "seed", "n", "max_tokens", "stop", "stop_token_ids"),
     *("include_stop", "ignore_eos", "preface", "shown_ids", "end_ids", "drops_space"),
+    "reasoning_budget",  # a matcher of the request
 }
 
 

@@ -359,7 +359,7 @@ def test_the_rope_scaling_sets_the_context_length(tmp_path: Path) -> None:
         ("deepseek-v3", {"kv_lora_rank": 0}, "kv_lora_rank = 0, not a whole number from 1 to 512"),
         ("deepseek-v3", {"scoring_func": "softmax"}, "scoring_func = 'softmax', which is not"),
         ("deepseek-v3", {"n_group": 3}, "8 experts, not a multiple of its 3 groups of them"),
-        ("deepseek-v3", {"topk_group": 1}, "chooses 3 experts, but its 1 used groups have only 2"),
+        ("deepseek-v3", {"topk_group": 1}, "chooses 3 experts, but its 1 used group has only 2"),
         ("deepseek-v3", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9, not a whole number"),
         ("deepseek-v3", {"v_head_dim": 32}, "self_attn.kv_b_proj.weight' with shape"),
         ("gemma4", {"enable_moe_block": True}, "has no num_experts"),

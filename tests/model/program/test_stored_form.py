@@ -31,9 +31,9 @@ PROGRAMS = {
     "qwen2-yarn": "37874adbe0c40636",
     "qwen3": "7b8a25b1aed952b8",
     "qwen3-moe": "76fab0b00386045a",
-    "qwen3.5": "d3f1544d4cd5c5bc",
-    "qwen3.5-moe": "e816fbd0070a52c4",
-    "qwen3-next": "e816fbd0070a52c4",
+    "qwen3.5": "a9fc14465db4cb52",
+    "qwen3.5-moe": "d1cea90affc45504",
+    "qwen3-next": "d1cea90affc45504",
     "gemma2": "0c4145408ef92cd6",
     "gemma3": "6dc75aa3fe156626",
     "gemma4": "7acc701fc4b0c9e7",
@@ -62,6 +62,12 @@ PROGRAMS = {
     "ministral3": "338d208b4362585d",
     "muse-glimmer": "57dde10f2b773873",
     "smollm3": "5bbace4f9a064fb4",
+    "lfm2": "9e63c5a0485e96e4",
+    "lfm2-moe": "53a292b4e4b38cf8",
+    "granite-hybrid": "bcaad2ec5b2bcf19",
+    "granite-hybrid-experts": "dbd2317c0bfcc729",
+    "nemotron-h": "a6d8cfcc8c555093",
+    "nemotron-h-experts": "335d74dd5def99d0",
 }
 
 

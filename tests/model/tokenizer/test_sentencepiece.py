@@ -146,7 +146,7 @@ def test_begin_of_sequence_is_added_unless_the_file_forbids_it() -> None:
 
 @pytest.mark.parametrize(
     ("keys", "words"),
-    [({"scores": None}, "scores is missing"), ({"scores": [0.0]}, "1 scores")],
+    [({"scores": None}, "scores is missing"), ({"scores": [0.0]}, "1 score")],
 )
 def test_scores_that_do_not_fit_are_refused(keys: dict[str, object], words: str) -> None:
     with pytest.raises(ModelFormatError, match=words):

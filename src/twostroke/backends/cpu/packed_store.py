@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MIN_KEPT_BYTES: Final = 256 << 20  # smaller models are packed in less than 0.2 s
-_VERSION: Final = 1
+_VERSION: Final = 1  # raise it when `weights.kernel_rows` or a format's `to_kernel` changes
 _PAGE: Final = 4096  # the sums begin at a multiple of it
 _BLOCK_BYTES: Final = 1 << 20
 _WRITE_BYTES: Final = 1 << 24

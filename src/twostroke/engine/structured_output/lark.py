@@ -34,18 +34,13 @@ def special_marks(marks: Iterable[str], tokenizer: Tokenizer) -> dict[str, int]:
 
 def _specials_in(mark: str, tokenizer: Tokenizer) -> dict[str, int]:
     """Return the ids of the special tokens in a mark, the longest at each place, by their texts."""
-    ids: dict[str, int] = {}
-    start = 0
-    while start < len(mark):
-        size = 1
-        for end in range(len(mark), start, -1):
-            id_ = tokenizer.find(mark[start:end])
-            if id_ in tokenizer.special_ids:
-                ids[mark[start:end]] = id_
-                size = end - start
-                break
-        start += size
-    return ids
+    texts = ((tokenizer.token_text(id_), id_) for id_ in tokenizer.special_ids)
+    known = {text: id_ for text, id_ in texts if text and text in mark}
+    if not known:
+        return {}
+    longest_first = sorted(known, key=len, reverse=True)
+    pattern = re.compile("|".join(map(re.escape, longest_first)))
+    return {text: known[text] for text in pattern.findall(mark)}
 
 
 def to_lark(text: str, specials: Mapping[str, int]) -> str:

@@ -48,7 +48,7 @@ STORED_FIELDS: Final[dict[tuple[str, str], str]] = {
     ("SplitKvAttention", "reads_shared_kv"): "borrows",
 }
 # Fields that classes got after their first pages were stored. Left out while they have no value.
-ADDED_FIELDS: Final = frozenset({"sinks", "gate_bias", "up_bias", "down_bias"})
+ADDED_FIELDS: Final = frozenset({"sinks", "gate_bias", "up_bias", "down_bias", "is_wide"})
 
 
 class Program(Frozen, dict=True):
@@ -187,6 +187,6 @@ def stored_form(value: object) -> str:
     fields = [
         f"{STORED_FIELDS.get((class_name, name), name)}={stored_form(getattr(value, name))}"
         for name in value.__struct_fields__
-        if name not in ADDED_FIELDS or getattr(value, name) is not None
+        if name not in ADDED_FIELDS or getattr(value, name) not in {None, False}
     ]
     return f"{STORED_CLASSES.get(class_name, class_name)}({', '.join(fields)})"

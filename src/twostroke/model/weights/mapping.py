@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import mmap
+import os
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -45,7 +46,7 @@ class MappedFile:
     every memory-mapped reader. Twostroke itself replaces model files only by renaming.
     """
 
-    __slots__ = ("_array", "_mmap", "name", "path")
+    __slots__ = ("_array", "_mmap", "modified_ns", "name", "path")
 
     def __init__(self, path: Path, name: str | None = None) -> None:
         """Map the file at `path`; errors call the file `name` (default: the path's last part).
@@ -61,6 +62,7 @@ class MappedFile:
             raise self.fault("cannot be read: it is not a regular file")
         try:
             with path.open("rb") as file:
+                self.modified_ns = os.fstat(file.fileno()).st_mtime_ns
                 self._mmap = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError:
             raise ModelNotFoundError(f"There is no file {str(path)!r}.") from None

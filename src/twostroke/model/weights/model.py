@@ -64,8 +64,7 @@ class LoadedModel(Frozen):
     @property
     def file_stamp(self) -> str:
         """Return a text that changes when a weight file is replaced or written to."""
-        stamps = [(mapping.size, mapping.path.stat().st_mtime_ns) for mapping in self.mappings]
-        return repr(stamps)
+        return repr([(mapping.size, mapping.modified_ns) for mapping in self.mappings])
 
     def without_tokenizer(self) -> Self:
         """Return the model without its tokenizer, whose tables may take more memory than a step."""
