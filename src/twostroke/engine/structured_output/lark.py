@@ -35,12 +35,12 @@ def special_marks(marks: Iterable[str], tokenizer: Tokenizer) -> dict[str, int]:
 def _specials_in(mark: str, tokenizer: Tokenizer) -> dict[str, int]:
     """Return the ids of the special tokens in a mark, the longest at each place, by their texts."""
     texts = ((tokenizer.token_text(id_), id_) for id_ in tokenizer.special_ids)
-    known = {text: id_ for text, id_ in texts if text and text in mark}
-    if not known:
+    ids = {text: id_ for text, id_ in texts if text and text in mark}
+    if not ids:
         return {}
-    longest_first = sorted(known, key=len, reverse=True)
+    longest_first = sorted(ids, key=len, reverse=True)
     pattern = re.compile("|".join(map(re.escape, longest_first)))
-    return {text: known[text] for text in pattern.findall(mark)}
+    return {text: ids[text] for text in pattern.findall(mark)}
 
 
 def to_lark(text: str, specials: Mapping[str, int]) -> str:
