@@ -113,6 +113,21 @@ def test_a_system_message_goes_before(cli: Cli, tiny: str, expected: dict[str, l
     assert cli("generate", tiny, "hello", "--system", "x", "--raw").code == 2
 
 
+@pytest.mark.parametrize("without_template", [("--raw",), ("--suffix", "x")])
+@pytest.mark.parametrize(
+    "given",
+    [("--chat-template", "chatml"), ("--reasoning-budget", "8")],
+    ids=lambda given: given[0],
+)
+def test_options_of_chats_are_refused_without_a_chat_template(
+    cli: Cli, given: tuple[str, str], without_template: tuple[str, ...]
+) -> None:
+    ran = cli("generate", "x", "hello", *given, *without_template)
+    assert ran.code == 2
+    message = f"{given[0]} cannot be combined with {without_template[0]}: leave one of them out."
+    assert message in ran.err
+
+
 @pytest.mark.parametrize("way", ["name", "file", "text", "option"])
 def test_another_chat_template_may_be_given(
     cli: Cli, tiny: str, expected: dict[str, list[int]], tmp_path: Path, way: str

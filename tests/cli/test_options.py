@@ -206,6 +206,7 @@ def test_wrong_engine_values_name_their_option(line: str, sentence: str) -> None
         ),
         ("--policy continous", "Did you mean 'continuous'?"),
         ("--kv-memory 12x", "'12x' is not a size: write 512M, 2GB or 1GiB."),
+        ("--packed-cache 12x", "'12x' is not a size: write 512M, 2GB, 1GiB or off."),
         ("--threads many", "'many' is not a valid integer"),
     ],
 )

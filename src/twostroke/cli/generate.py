@@ -19,12 +19,13 @@ from twostroke.cli.options import (
     TEMPLATE_PARAMS,
     constraint,
     engine_options,
+    is_given_by_user,
     sampling_params,
     speculation_params,
 )
 from twostroke.cli.pull import open_engine
 from twostroke.cli.terminal import printable
-from twostroke.core.errors import ContextLengthError, SchemaMissError, UsageError
+from twostroke.core.errors import ContextLengthError, Field, SchemaMissError, UsageError
 from twostroke.core.json_io import encode_json
 from twostroke.core.message_text import counted_noun
 
@@ -92,6 +93,8 @@ def command(**values: Any) -> None:
     prediction = values.pop("prediction") or ""
     suffix = values.pop("suffix") or ""
     parse_special = values.pop("parse_special")
+    if raw or suffix:
+        _check_chat_options("raw" if raw else "suffix")
     if suffix.startswith("@"):
         suffix = read_text(suffix[1:])
     params = sampling_params(values, constraint(values))
@@ -152,6 +155,17 @@ def _prompt(text: str | None, option: str | None, file: str | None) -> str:
     if not sources:
         raise UsageError(f"There is no prompt: {_HOW_TO_PROMPT}")
     return sources[0]
+
+
+def _check_chat_options(other: str) -> None:
+    """Raise UsageError if the user gave an option that has no effect without a chat template.
+
+    `other` is the option, --raw or --suffix, that prevents the chat template.
+    """
+    for name in ("chat_template", "chat_template_file", "reasoning_budget"):
+        if is_given_by_user(name):
+            reason = "cannot be combined with {other}: leave one of them out."
+            raise UsageError(reason, field=name, other=Field(other))
 
 
 def _encode(

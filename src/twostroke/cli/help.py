@@ -144,6 +144,8 @@ class NumberOrWordParam(click.ParamType):  # type: ignore[type-arg]
 class NumberParam(click.FloatRange):
     """An option type: a finite number within a range."""
 
+    name = "number"  # in messages of click
+
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
@@ -212,8 +214,9 @@ class ByteSizeParam(click.ParamType):  # type: ignore[type-arg]
             return int(self._words[str(value).strip().lower()])
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", str(value).strip().lower())
         if match is None or match[2] not in _UNITS:
-            others = ", ".join(["512M", "2GB", *self._words])
-            self.fail(f"'{value}' is not a size: write {others} or 1GiB.", param, ctx)
+            *others, last = ["512M", "2GB", "1GiB", *self._words]
+            sizes = f"{', '.join(others)} or {last}"
+            self.fail(f"'{value}' is not a size: write {sizes}.", param, ctx)
         return int(float(match[1]) * _UNITS[match[2]])
 
 
