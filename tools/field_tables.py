@@ -51,7 +51,12 @@ def tables() -> str:
 
 def _hints() -> str:
     """Return the table of hints that other servers' clients send."""
-    head = ["### Hints for other servers", "", "| sent by | fields that are ignored |", "|---|---|"]
+    head = [
+        "### Hints for other servers",
+        "",
+        "| sent by | fields that are ignored on paths that do not list them below |",
+        "|---|---|",
+    ]
     rows = [f"| {who} | `{'`, `'.join(names)}` |" for who, names in HINTS.items()]
     return "\n".join([*head, *rows, ""])
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from support.servers import wait_for
 from twostroke.core.frozen import Frozen
 from twostroke.core.transport.connection import Connection
 from twostroke.core.transport.frames import ConnectionLostError, InvalidMessageError, MessageFormat
@@ -201,6 +202,7 @@ def test_without_a_secret_only_processes_of_the_same_user_can_connect():
             assert file is not None
             assert os.path.sameopenfile(file, shared_file.fileno())
             os.close(file)
+    wait_for(lambda: bool(refused))  # the listener's thread reports it
     assert refused == [("127.0.0.1", True)]
 
 
