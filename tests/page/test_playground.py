@@ -52,7 +52,7 @@ COUNT = "Count from one to five hundred in words."
 
 def test_answer_comes_in_pieces_with_its_figures(visit: Visiting, server: Any) -> None:
     visit = visit(server)
-    visit.set(max_tokens=200)
+    visit.set(max_tokens=800)
     visit.send(COUNT, wait=False)
     text = "(document.querySelector('.body > .markdown')?.textContent.length ?? 0)"
     visit.wait_for(f"{text} > 5")
