@@ -53,9 +53,9 @@ _PAGE_SIZE = 16
 # weights decides, not the time: the same file must get the same bits on each machine.
 LARGE_WEIGHTS: Final = 2_000_000_000
 _MIN_CHOOSING_TOKENS, _MAX_CHOOSING_TOKENS = 64, 256
-_CHOOSING_WORK = 1e12  # tokens times weights that a token reads, at most, for large models
+_CHOOSING_WORK = 0.5e12  # tokens times weights that a token reads, at most, for large models
 _MIN_CHECKING_TOKENS = 128
-_CHECKING_WORK = 4e12
+_CHECKING_WORK = 2e12
 note = logging.getLogger("twostroke.engine").info
 
 
