@@ -81,17 +81,31 @@ def options_of(command: click.Command) -> set[str]:
     return names
 
 
-def every_option() -> set[str]:
-    """Return the options of all commands."""
-    names = {"--version"}
+def every_command() -> Iterator[click.Command]:
+    """Yield all commands, and the commands of groups."""
     waiting = [group.get_command(click.Context(group), name) for name in COMMANDS]
     while waiting:
         command = waiting.pop()
         assert command is not None
-        names |= options_of(command)
+        yield command
         if isinstance(command, click.Group):
             waiting += command.commands.values()
-    return names
+
+
+def every_option() -> set[str]:
+    """Return the options of all commands."""
+    return {"--version"}.union(*map(options_of, every_command()))
+
+
+def test_messages_about_numbers_name_no_type_of_click() -> None:
+    """A wrong value of --threads is "not a valid integer", and no "integer range"."""
+    unclear_types = {
+        f"{command.name} {param.opts[0]}: {param.type.name}"
+        for command in every_command()
+        for param in command.params
+        if "range" in param.type.name or param.type.name == "float"
+    }
+    assert not unclear_types
 
 
 def test_documented_calls_name_commands_and_options_that_exist() -> None:

@@ -6,6 +6,7 @@ import errno
 import math
 import re
 import sys
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -28,6 +29,12 @@ _MAX_COUNT: Final = 1 << 20
 _INLINE_TEXT: Final = re.compile(r"^\s*[\[{]|\n|::=|:\s|\{\{|\{%")
 _MAX_SHOWN_CHARS: Final = 40  # of a text that was given in place of a file
 _PATHS: Final = {"model", "models", "draft", "heads"}
+# What messages about wrong values call a type, by click's name of it.
+_TYPES_IN_MESSAGES: Final = {
+    "integer range": "integer",
+    "float range": "number",
+    "float": "number",
+}
 _NUMBERS: Final = {"integer": "N", "integer range": "N", "float": "X", "float range": "X"}
 
 
@@ -59,6 +66,9 @@ class CommandOption(click.Option):
         self.declaration: OptionField | None = None  # if the option is a declared field
         if self.metavar is None:
             self.metavar = _NUMBERS.get(self.type.name)
+        if self.type.name in _TYPES_IN_MESSAGES:
+            self.type = copy(self.type)  # click's own types are shared
+            self.type.name = _TYPES_IN_MESSAGES[self.type.name]
 
 
 def option(*names: str, **attributes: Any) -> Callable[[Any], Any]:

@@ -7,7 +7,7 @@ import mmap
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -25,18 +25,36 @@ _MIN_HUGE_RATIO: Final = 0.9  # of the file's memory
 _SMAPS: Final = Path("/proc/self/smaps")
 _FAILED: Final = ctypes.c_void_p(-1).value
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (
+_LIBC: Final = ctypes.CDLL(None, use_errno=True)
+
+
+def _function(name: str, result: Any, **parameters: Any) -> Any:
+    """Return a function of the C library that is called with keyword arguments.
+
+    `result` is the type of its result, `parameters` are the types of its parameters by name.
+    """
+    prototype = ctypes.CFUNCTYPE(result, *parameters.values(), use_errno=True)
+    return prototype((name, _LIBC), tuple((1, parameter) for parameter in parameters))
+
+
+_mmap = _function(
+    "mmap",
     ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int64,
+    address=ctypes.c_void_p,
+    length=ctypes.c_size_t,
+    protection=ctypes.c_int,
+    flags=ctypes.c_int,
+    descriptor=ctypes.c_int,
+    offset=ctypes.c_int64,
 )
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_munmap = _function("munmap", ctypes.c_int, address=ctypes.c_void_p, length=ctypes.c_size_t)
+_madvise = _function(
+    "madvise",
+    ctypes.c_int,
+    address=ctypes.c_void_p,
+    length=ctypes.c_size_t,
+    advice=ctypes.c_int,
+)
 
 
 def map_file(path: Path, num_bytes: int) -> Mapping:
@@ -61,7 +79,9 @@ def map_file(path: Path, num_bytes: int) -> Mapping:
             _unmap(address, length)
             raise
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        _libc.madvise(address, length, mmap.MADV_HUGEPAGE)  # a kernel may know no such pages
+        _madvise(
+            address=address, length=length, advice=mmap.MADV_HUGEPAGE
+        )  # a kernel may know no such pages
     return Mapping(address, num_bytes, length)
 
 
@@ -103,14 +123,23 @@ class Mapping:
             OSError: the operating system refuses it; nothing has changed.
         """
         length = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        moved = _libc.mremap(
-            ctypes.c_void_p(self.address),
-            ctypes.c_size_t(length),
-            ctypes.c_size_t(length),
-            ctypes.c_int(_MREMAP_MAYMOVE | _MREMAP_FIXED),
-            ctypes.c_void_p(address),
+        mremap = _function(  # only Linux has it
+            "mremap",
+            ctypes.c_void_p,
+            address=ctypes.c_void_p,
+            length=ctypes.c_size_t,
+            new_length=ctypes.c_size_t,
+            flags=ctypes.c_int,
+            new_address=ctypes.c_void_p,
         )
-        if moved == -1:
+        moved = mremap(
+            address=self.address,
+            length=length,
+            new_length=length,
+            flags=_MREMAP_MAYMOVE | _MREMAP_FIXED,
+            new_address=address,
+        )
+        if moved == _FAILED:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         self._is_open = False
         _unmap(self.address + length, self._length - length)
@@ -131,7 +160,14 @@ def _map(address: int | None, length: int, protection: int, descriptor: int) -> 
     flags = mmap.MAP_SHARED if descriptor >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     if address is not None:
         flags |= _MAP_FIXED
-    mapped: int | None = _libc.mmap(address, length, protection, flags, descriptor, 0)
+    mapped: int | None = _mmap(
+        address=address,
+        length=length,
+        protection=protection,
+        flags=flags,
+        descriptor=descriptor,
+        offset=0,
+    )
     if mapped is None or mapped == _FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return mapped
@@ -139,4 +175,4 @@ def _map(address: int | None, length: int, protection: int, descriptor: int) -> 
 
 def _unmap(address: int, length: int) -> None:
     if length:
-        _libc.munmap(address, length)
+        _munmap(address=address, length=length)
