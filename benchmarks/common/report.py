@@ -42,6 +42,14 @@ def positive(text: str) -> int:
     return number
 
 
+def non_negative(text: str) -> int:
+    """Return the number in an argument, for argparse; it must be at least 0."""
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {number}")
+    return number
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table; the first column is text, the others are right-aligned."""
     rule = ["---", *["---:"] * (len(header) - 1)]

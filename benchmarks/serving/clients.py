@@ -3,8 +3,12 @@
 Run it with `make bench WHAT=serving`.
 
 A closed loop in its own process sends each server in turn, round by round, the same fresh
-prompts as token ids; the bare engine answers the same loop without HTTP. The clients share the
-cores with the server, so their processor time is also reported.
+prompts as token ids; the bare engine answers the same loop without HTTP, and so does vLLM with
+`--vllm` (its wheel for CPUs starts no server). The clients share the cores with the server, so
+their processor time is also reported.
+
+With `--shared-tokens N` all prompts begin with the same N tokens, as with a system prompt. Every
+server may then find them in its prefix cache, also in the warm-up round.
 """
 
 from __future__ import annotations
@@ -22,7 +26,16 @@ from benchmarks.common.goals import SMOLLM2
 from benchmarks.common.pipe import Worker, WorkerError
 from benchmarks.common.quiet import MAX_SHARE, Watch, family_bytes, family_s
 from benchmarks.common.records import Entry, Record, keep
-from benchmarks.common.report import caption, machine_facts, note, positive, save, spread, table
+from benchmarks.common.report import (
+    caption,
+    machine_facts,
+    non_negative,
+    note,
+    positive,
+    save,
+    spread,
+    table,
+)
 from benchmarks.common.servers import MODEL_NAME, Server, our_command
 from benchmarks.common.texts import FreshPrompts, heldout_tokens
 from benchmarks.peers import environments
@@ -33,6 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _OURS, _BARE, _LLAMA = "Twostroke", "bare engine", "llama-server"
+_VLLM = "vLLM, without HTTP"
 _ONE = f"{_OURS}, one process"
 _TRIALS = 2  # rounds after which a way with
 _BEHIND = 0.85  # of the best rate of its server's ways, or less: left out
@@ -43,6 +57,8 @@ def main() -> None:
     """Measure, then print and keep the table."""
     given = _arguments()
     prompts = FreshPrompts(heldout_tokens(load(given.model)))
+    shared_prompt = prompts.take(given.shared_tokens)
+    num_fresh = given.prompt_tokens - given.shared_tokens
     with tempfile.TemporaryDirectory() as folder_name, contextlib.ExitStack() as stack:
         folder = Path(folder_name)
         clients = Worker(
@@ -56,7 +72,7 @@ def main() -> None:
         for number in range(given.rounds + 1):
             note(f"Round {number} of {given.rounds}" if number else "Warming up")
             each = given.clients * (given.requests + 1)
-            job = [prompts.take(given.prompt_tokens) for _ in range(each)]
+            job = [[*shared_prompt, *prompts.take(num_fresh)] for _ in range(each)]
             for target in targets:
                 if not _is_behind(target, targets):
                     target.run(job, given.clients, given.tokens, counts=number > 0)
@@ -82,10 +98,19 @@ def _arguments() -> argparse.Namespace:
         ("threads", 2, ""),
     ):
         parser.add_argument(f"--{name}", type=positive, default=default, help=about)
+    parser.add_argument(
+        "--shared-tokens", type=non_negative, default=0, metavar="N",
+        help="first tokens of the prompt that all requests share",
+    )  # fmt: skip
     parser.add_argument("--without-llama", action="store_true", help="our own server only")
     parser.add_argument("--in-process", action="store_true", help="our server in one process, too")
     parser.add_argument("--llama-programs", type=Path, help="a folder with llama-server")
-    return parser.parse_args()
+    parser.add_argument("--vllm", action="store_true", help="vLLM's engine, too")
+    parser.add_argument("--vllm-env", type=Path, help="a ready virtual environment with vLLM")
+    args = parser.parse_args()
+    if args.shared_tokens >= args.prompt_tokens:
+        parser.error("--shared-tokens must be smaller than --prompt-tokens")
+    return args
 
 
 @dataclass
@@ -165,6 +190,14 @@ def _start(
     if args.in_process:
         server = Server(f"{_OURS}-one", (*ours, "--in-process"), folder, stack)
         yield Target(_ONE, "", clients, server.pid, server.port)
+    if args.vllm:
+        python = environments.python_of("vllm", args.vllm_env)
+        weights = environments.bf16_weights(str(resolve(args.model)), python)
+        command = [str(python), "-m", "benchmarks.peers.worker_vllm", str(weights), *threads]
+        vllm = Worker(_VLLM, command, folder / "vllm.log")
+        stack.callback(vllm.close)
+        vllm.call("about")
+        yield Target(_VLLM, "bf16", vllm, vllm.pid, None)
     if args.without_llama:
         return
     program = environments.llama_programs(args.llama_programs) / "llama-server"
@@ -172,7 +205,9 @@ def _start(
     options = (
         *("-m", str(resolve(args.model)), "-np", str(args.clients)),
         *("-c", str(cells * args.clients), "-t", str(args.threads), "-tb", str(args.threads)),
-        *("--alias", MODEL_NAME, "--cache-ram", "0", "-fit", "off"),
+        *("--alias", MODEL_NAME, "-fit", "off"),
+        # Its cache of prompts in memory helps only prompts that share their beginnings.
+        *(() if args.shared_tokens else ("--cache-ram", "0")),
     )
     for flash in ("off", "on"):
         name = f"{_LLAMA}-{flash}"
@@ -183,18 +218,29 @@ def _start(
 
 def _record(args: argparse.Namespace, targets: list[Target]) -> Record:
     runs = [run for target in targets for run in target.runs]
-    figures = ("ttft_p50_s", "ttft_p95_s", "itl_p50_s", "itl_p95_s", "client_s", "server_s")
+    figures = (
+        *("ttft_p50_s", "ttft_p95_s", "ttft_p99_s"),
+        *("itl_p50_s", "itl_p95_s", "client_s", "server_s"),
+    )
     threads = f" --threads {args.threads}" if args.threads != 2 else ""
+    row, shared, lengths = f"serve-{args.clients}", "", ""
+    if args.shared_tokens:
+        row += f"-shared-{args.shared_tokens}"
+        shared = f" ({args.shared_tokens} shared)"
+        lengths = (
+            f" --prompt-tokens {args.prompt_tokens} --shared-tokens {args.shared_tokens}"
+            f" --tokens {args.tokens}"
+        )
     return Record(
-        row=f"serve-{args.clients}",
-        name=f"server, {args.clients} streaming clients, {args.prompt_tokens} tokens in,"
+        row=row,
+        name=f"server, {args.clients} streaming clients, {args.prompt_tokens} tokens{shared} in,"
         f" {args.tokens} out",
         model=args.model,
         unit="tokens/s",
         entries=[
             Entry(t.name, t.way, t.values("tokens_per_s")) for t in targets if t.name != _BARE
         ],
-        command=f'make bench WHAT=serving ARGS="--model {args.model}{threads}"',
+        command=f'make bench WHAT=serving ARGS="--model {args.model}{threads}{lengths}"',
         setting=threads.strip(" -").replace("threads ", "threads: "),
         disturbed_runs=sum(run["others_share"] > MAX_SHARE for run in runs),
         num_runs=len(runs),
@@ -213,11 +259,12 @@ def _text(
 ) -> str:
     header = (
         f"{args.clients} clients, {args.prompt_tokens} in, {args.tokens} out", "tokens/s",
-        "TTFT p50", "TTFT p95", "ITL p50", "ITL p95", "clients' processor time", "disturbed runs",
+        "TTFT p50", "TTFT p95", "TTFT p99", "ITL p50", "ITL p95",
+        "clients' processor time", "disturbed runs",
     )  # fmt: skip
     lines = []
     for target in targets:
-        times = ("ttft_p50_s", "ttft_p95_s", "itl_p50_s", "itl_p95_s")
+        times = ("ttft_p50_s", "ttft_p95_s", "ttft_p99_s", "itl_p50_s", "itl_p95_s")
         cells = (f"{1000 * median(target.values(name)):,.1f} ms" for name in times)
         share = median(
             run["client_s"] / run["wall_s"] for run in target.runs
@@ -232,6 +279,9 @@ def _text(
         about.append(f"It gives {rates[_OURS] / best:.2f} times those of llama-server.")
     about += [f"{key} takes {size / 1e6:,.0f} MB after this." for key, size in memory.items()]
     about += [f"{key} is ready after {spread(taken, 2)} s." for key, taken in starts.items()]
+    if _VLLM in "".join(rates):
+        vllm = next(rate for key, rate in rates.items() if key.startswith(_VLLM))
+        about.append(f"It gives {rates[_OURS] / vllm:.2f} times those of vLLM.")
     facts = caption(machine_facts(), args.model, f"{args.rounds} rounds")
     return "\n".join(["## Through the server", "", table(header, lines), "", *about, "", facts])
 
