@@ -12,13 +12,14 @@ import pytest
 from msgspec.structs import replace
 
 from support.gguf_writer import write_gguf
-from support.tiny import Tiny, tiny_metadata, tiny_tensors
+from support.tiny import Tiny, tiny_metadata, tiny_tensors, write_tiny_gguf
 from twostroke import LLM, EngineOptions
 from twostroke.backends.activation_bits import resolve as activations
 from twostroke.backends.cpu import CpuBackend
 from twostroke.backends.recipe import EngineRecipe
 from twostroke.core.errors import ModelFormatError, QualityError
 from twostroke.core.options import CacheOptions, ComputeOptions
+from twostroke.engine import canary
 from twostroke.engine.canary import REPORT_KEY, CanaryScores, FirstLoadCheck
 from twostroke.model.families import build_program
 from twostroke.model.loader import build_tokenizer
@@ -103,6 +104,39 @@ def test_a_tiny_model_needs_finite_logits_only(scored: list[int], tmp_path: Path
     bad = write_gguf(tmp_path / "bad.gguf", tiny_metadata(Tiny()), tensors)
     with pytest.raises(QualityError, match="its logits are not finite"):
         LLM(bad, SMALL)
+
+
+def test_accepted_garbage_is_scored_once_and_warned_of_each_time(
+    scored: list[int],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(canary, "_MIN_JUDGED_VALUES", 1)
+    path = write_tiny_gguf(tmp_path / "random.gguf", Tiny())
+    with pytest.raises(QualityError, match="would write garbage"):
+        LLM(path, SMALL)
+    for _ in range(2):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            LLM(path, replace(SMALL, accept_quality=True)).close()
+        assert "writes garbage: its perplexity on counting is" in caplog.text
+    assert scored == [64] * 2
+    with pytest.raises(QualityError, match="would write garbage"):
+        LLM(path, SMALL)
+    assert scored == [64] * 3
+
+
+@pytest.mark.parametrize("min_values", [1, 1 << 40])
+def test_a_model_of_embeddings_is_scored_once_if_it_is_large(
+    scored: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, min_values: int
+) -> None:
+    monkeypatch.setattr(canary, "_MIN_JUDGED_VALUES", min_values)
+    metadata = tiny_metadata(Tiny()) | {"llama.pooling_type": 1}
+    path = write_gguf(tmp_path / "embeds.gguf", metadata, tiny_tensors(Tiny()))
+    for _ in range(2):
+        LLM(path, SMALL).close()
+    assert scored == ([64] if min_values == 1 else [64, 64])
 
 
 @pytest.mark.model

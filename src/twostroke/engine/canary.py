@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
+from msgspec.structs import asdict
 
 from twostroke.core import env
 from twostroke.core.errors import Field, ModelFormatError, QualityError, TwostrokeError
@@ -156,6 +157,8 @@ class FirstLoadCheck(Frozen):
         recorded: the canary's scores in the quality report of the model's files, if any.
         is_judged: whether the perplexity is checked. For models that are small or made for
             embeddings, only finite logits and the drift from a recorded canary are checked.
+        is_remembered: whether a result is kept for later loads. Small models are scored at each
+            load, which takes no time.
         accepts: whether to use a damaged model with a warning.
         max_drift: the largest allowed drift from the recorded canary, in nats.
     """
@@ -165,6 +168,7 @@ class FirstLoadCheck(Frozen):
     tokens: list[int]
     recorded: CanaryScores | None
     is_judged: bool
+    is_remembered: bool
     accepts: bool
     max_drift: float
 
@@ -183,6 +187,7 @@ class FirstLoadCheck(Frozen):
             tokens=canary_tokens(tokenizer, program.context_length),
             recorded=_recorded(loaded),
             is_judged=size >= _MIN_JUDGED_VALUES and loaded.pooling is None,
+            is_remembered=size >= _MIN_JUDGED_VALUES,
             accepts=options.accept_quality,
             max_drift=MAX_DRIFT_NATS * (_COARSE_DRIFT_RATIO if min(ACTIVATION_BITS) in used else 1),
         )
@@ -190,35 +195,38 @@ class FirstLoadCheck(Frozen):
     def check(self, backend: Backend) -> None:
         """Refuse a damaged model: score the canary, and compare the scores with their limits.
 
-        A model whose files have passed the check before is not scored again. Models whose
-        perplexity is not checked are scored at each load.
+        A model is not scored again if its files have passed the check before, or have failed it
+        and are accepted.
 
         Raises:
             QualityError: the model generates garbage, or differs from the scores in its report.
         """
-        path = env.cache_dir() / "canaries" / f"{self.identity}.json"
-        if _has_passed(path) or len(self.tokens) < 2:
+        if len(self.tokens) < 2:
             return
-        canary = score_canary(backend, self.tokens)
-        fault = self.fault(canary)
-        if fault is None:
-            if not self.is_judged:
-                return
-            with suppress(OSError):  # the next load checks again
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_json(path, {"model": self.name, "version": VERSION})
-        elif self.accepts:
+        path = env.cache_dir() / "canaries" / f"{self.identity}.json"
+        result = _read_result(path)
+        if result is None or (result.fault is not None and not self.accepts):
+            result = _Result(model=self.name, fault=self.fault(score_canary(backend, self.tokens)))
+            if self.is_remembered and (result.fault is None or self.accepts):
+                with suppress(OSError):  # the next load checks again
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    write_json(path, asdict(result))
+        if result.fault is None:
+            return
+        if self.accepts:
             _logger.warning(
-                "%s writes garbage: %s. It is used, as accept_quality says.", self.name, fault
+                "%s writes garbage: %s. It is used, as accept_quality says.",
+                self.name,
+                result.fault,
             )
-        else:
-            raise QualityError(
-                "{model} would write garbage: {fault}. Its file may be damaged or badly quantized; "
-                "fetch it again, or choose another. {option} uses it all the same.",
-                model=self.name,
-                fault=fault,
-                option=Field("accept_quality"),
-            )
+            return
+        raise QualityError(
+            "{model} would write garbage: {fault}. Its file may be damaged or badly quantized; "
+            "fetch it again, or choose another. {option} uses it all the same.",
+            model=self.name,
+            fault=result.fault,
+            option=Field("accept_quality"),
+        )
 
     def fault(self, canary: CanaryScores) -> str | None:
         """Describe why the canary's scores show a damaged model; None if they are plausible.
@@ -266,6 +274,14 @@ class _ReportedCanary(Frozen):
     canary: CanaryScores | None = None
 
 
+class _Result(Frozen):
+    """The result of a model's first-load check; `fault` is None if the model has passed."""
+
+    model: str
+    fault: str | None = None
+    version: int = VERSION
+
+
 def _identity(loaded: LoadedModel, options: EngineOptions) -> str:
     """Return a hash of a model's files and of the options that change its arithmetic.
 
@@ -295,8 +311,10 @@ def _stamp(path: Path) -> tuple[str, int, int]:
     return (str(path.resolve()), facts.st_size, facts.st_mtime_ns)
 
 
-def _has_passed(path: Path) -> bool:
+def _read_result(path: Path) -> _Result | None:
+    """Return the result of an earlier check; None if there is none with the current text."""
     try:
-        return read_json(path).get("version") == VERSION
-    except TwostrokeError:
-        return False
+        result = msgspec.convert(read_json(path), _Result)
+    except (TwostrokeError, msgspec.ValidationError):
+        return None
+    return result if result.version == VERSION else None

@@ -216,6 +216,77 @@ def test_a_folder_in_place_of_the_file_is_left_alone(model, kept, expected):
     assert path.is_dir()
 
 
+@pytest.fixture
+def summed(monkeypatch) -> list[int]:
+    """Return a list that gets the number of bytes of all packed weights that are summed."""
+    counts = []
+    block_sums = packed_store._block_sums
+
+    def count(values):
+        counts.append(values.size)
+        return block_sums(values)
+
+    monkeypatch.setattr(packed_store, "_block_sums", count)
+    return counts
+
+
+def has_no_boot_id(monkeypatch):
+    monkeypatch.setattr(packed_store, "_BOOT_ID", packed_store.Path("/no such file"))
+
+
+def is_partly_on_the_disk(monkeypatch):
+    monkeypatch.setattr(Mapping, "is_in_memory", lambda _: False)
+
+
+def has_started_again(monkeypatch):
+    boot_id = packed_store.Path(os.environ["TWOSTROKE_CACHE"]) / "boot"
+    boot_id.write_text("another boot")
+    monkeypatch.setattr(packed_store, "_BOOT_ID", boot_id)
+
+
+def test_sums_are_not_checked_twice(model, kept, expected, summed):
+    for _ in range(2):
+        assert np.array_equal(start(model, kept), expected)
+    assert summed == []
+
+
+@pytest.mark.parametrize("change", [has_no_boot_id, is_partly_on_the_disk, has_started_again])
+def test_sums_are_checked_again_after(model, kept, expected, summed, monkeypatch, tmp_path, change):
+    monkeypatch.setenv("TWOSTROKE_CACHE", str(tmp_path))
+    change(monkeypatch)
+    assert np.array_equal(start(model, kept), expected)
+    assert len(summed) == 1
+
+
+@pytest.mark.parametrize("damage", ["removed", "damaged", "another file's"])
+def test_sums_are_checked_again_if_the_record_of_the_check_is(
+    model, kept, expected, summed, damage
+):
+    (record,) = kept.glob("*.checked")
+    if damage == "removed":
+        record.unlink()
+    elif damage == "damaged":
+        damage_byte(record, record.stat().st_size // 2)
+    else:
+        (path,) = files_in(kept)
+        copy = path.with_name("copy")
+        copy.write_bytes(path.read_bytes())
+        copy.replace(path)
+    for _ in range(2):
+        assert np.array_equal(start(model, kept), expected)
+    assert len(summed) == 1
+
+
+def test_pages_of_a_written_file_are_in_memory(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(5 * mmap.PAGESIZE + 1))
+    mapping = map_file(path, 5 * mmap.PAGESIZE + 1)
+    assert mapping.is_in_memory()
+    mapping.populate()
+    assert not mapping.array().any()
+    mapping.close()
+
+
 def test_random_bits_are_found_wherever_they_are(model, kept, expected, caplog):
     (path,) = files_in(kept)
     intact = path.read_bytes()
@@ -259,13 +330,14 @@ def test_the_least_recently_used_files_go_first(model, kept):
     size = first.stat().st_size
     start(model, kept, source="file 2")
     (second,) = set(files_in(kept)) - {first}
-    os.utime(first, (1, 1))
-    os.utime(second, (2, 2))
+    for number, file in enumerate((first, second)):
+        for kept_file in (file, file.with_suffix(".checked")):
+            os.utime(kept_file, (number, number))
     start(model, kept)  # a use of the first
     start(model, kept, source="file 3", max_bytes=2 * size)
     assert first in files_in(kept)
     assert second not in files_in(kept)
-    assert len(files_in(kept)) == 2
+    assert len(files_in(kept)) == len([*kept.glob("*.checked")]) == 2
 
 
 def test_weights_beyond_the_limit_are_not_kept(model, tmp_path, expected, caplog):

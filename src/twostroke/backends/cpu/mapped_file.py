@@ -22,6 +22,7 @@ _MAP_FIXED: Final = 0x10
 _MREMAP_MAYMOVE: Final = 1
 _MREMAP_FIXED: Final = 2
 _MIN_HUGE_RATIO: Final = 0.9  # of the file's memory
+_MADV_POPULATE_READ: Final = 22  # since Linux 5.14; Python has no name for it
 _SMAPS: Final = Path("/proc/self/smaps")
 _FAILED: Final = ctypes.c_void_p(-1).value
 
@@ -55,6 +56,13 @@ _madvise = _function(
     length=ctypes.c_size_t,
     advice=ctypes.c_int,
 )
+_mincore = _function(
+    "mincore",
+    ctypes.c_int,
+    address=ctypes.c_void_p,
+    length=ctypes.c_size_t,
+    pages=ctypes.c_void_p,
+)
 
 
 def map_file(path: Path, num_bytes: int) -> Mapping:
@@ -66,8 +74,9 @@ def map_file(path: Path, num_bytes: int) -> Mapping:
     """
     with open_regular_file(path, follows_links=False) as file:
         descriptor = file.fileno()
-        if (size := os.fstat(descriptor).st_size) != num_bytes:
-            raise ValueError(f"its size is {size} bytes, not {num_bytes}")
+        status = os.fstat(descriptor)
+        if status.st_size != num_bytes:
+            raise ValueError(f"its size is {status.st_size} bytes, not {num_bytes}")
         length = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         reserved = _map(None, length + _HUGE_PAGE, _PROT_NONE, -1)
         address = -(-reserved // _HUGE_PAGE) * _HUGE_PAGE
@@ -82,21 +91,39 @@ def map_file(path: Path, num_bytes: int) -> Mapping:
         _madvise(
             address=address, length=length, advice=mmap.MADV_HUGEPAGE
         )  # a kernel may know no such pages
-    return Mapping(address, num_bytes, length)
+    return Mapping(address, length, status)
 
 
 class Mapping:
-    """The bytes of a mapped file, from `address` on."""
+    """The bytes of a mapped file, from `address` on.
 
-    def __init__(self, address: int, num_bytes: int, length: int) -> None:
-        """Own `length` bytes of mapped memory; the first `num_bytes` are the file's."""
-        self.address, self._num_bytes, self._length = address, num_bytes, length
+    `status` is the file's status from before it was mapped.
+    """
+
+    def __init__(self, address: int, length: int, status: os.stat_result) -> None:
+        """Own `length` bytes of mapped memory, which begins with the bytes of the file."""
+        self.address, self._num_bytes, self._length = address, status.st_size, length
+        self.status = status
         self._is_open = True
 
     def array(self) -> NDArray[np.uint8]:
         """Return the bytes of the file, which must not be used after `close`."""
         assert self._is_open
         return np.ctypeslib.as_array((ctypes.c_uint8 * self._num_bytes).from_address(self.address))
+
+    def is_in_memory(self) -> bool:
+        """Whether all pages of the file are in memory, so that none must be read from the disk."""
+        pages = np.empty(self._length // mmap.PAGESIZE, np.uint8)
+        if _mincore(address=self.address, length=self._length, pages=pages.ctypes.data):
+            return False
+        return bool((pages & 1).all())
+
+    def populate(self) -> None:
+        """Map all pages of the file now, in this process; it does nothing if Linux is too old.
+
+        Otherwise each page is mapped when it is accessed for the first time.
+        """
+        _madvise(address=self.address, length=self._length, advice=_MADV_POPULATE_READ)
 
     def has_huge_pages(self) -> bool:
         """Whether nearly all of the file is mapped in huge pages; its pages must be in memory."""

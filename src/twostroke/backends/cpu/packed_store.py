@@ -2,7 +2,8 @@
 
 A file has the packed matrices of one model, or of one rank's part of it, then a sum of each block,
 then a trailer that identifies the contents. Files are written in the background after a load, and
-renamed when they are complete. No file is trusted before its sums are checked.
+renamed when they are complete. No file is trusted before its sums are checked, once after each
+start of the machine, and whenever a part of the file has to be read from the disk.
 """
 
 from __future__ import annotations
@@ -17,19 +18,23 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Self
 
+import msgspec
 import numpy as np
+from msgspec.structs import asdict
 
 from twostroke.backends.cpu import mapped_file
 from twostroke.core.errors import TwostrokeError
 from twostroke.core.files import try_lock
+from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import memory_nodes, num_cores
+from twostroke.core.json_io import read_checked_json, write_checked_json
 from twostroke.core.message_text import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -42,6 +47,7 @@ _TRAILER: Final = struct.Struct("<8s32s")
 _MAGIC: Final = b"TSPACKED"
 _CLOSE_WAIT_S: Final = 3.0
 _MAX_THREADS: Final = 8
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _logger = logging.getLogger("twostroke.engine")
 
 
@@ -96,12 +102,11 @@ class PackedStore:
             self._discard(path, f"cannot be used: {error}")
             return None
         weights = MappedWeights(mapping, num_bytes)
-        if not _is_intact(weights.bytes, num_bytes, path.stem):
+        if not self._has_good_sums(path, mapping, num_bytes):
             weights.close()
             self._discard(path, "is damaged")
             return None
-        with suppress(OSError):
-            os.utime(path)  # the time of the last use
+        mapping.populate()
         return weights
 
     def write_later(self, path: Path, address: int, num_bytes: int) -> PackedWriter | None:
@@ -128,8 +133,7 @@ class PackedStore:
         kept_files = []
         for file in self._folder.glob("*.packed"):
             with suppress(OSError):  # another process may delete it now
-                status = file.stat()
-                kept_files.append((status.st_mtime, status.st_size, file))
+                kept_files.append((_last_use(file), file.stat().st_size, file))
         used = sum(size for _, size, _ in kept_files)
         free = shutil.disk_usage(self._folder).free
         limit = (free + used) // 2 if self._max_bytes is None else self._max_bytes
@@ -142,7 +146,29 @@ class PackedStore:
             if used + num_bytes <= limit and num_bytes <= free:
                 break
             file.unlink(missing_ok=True)
+            _record_of(file).unlink(missing_ok=True)
             used, free = used - size, free + size
+
+    def _has_good_sums(self, path: Path, mapping: mapped_file.Mapping, num_bytes: int) -> bool:
+        """Whether a mapped file has the contents that were written.
+
+        The weights are not summed again if they were summed since the machine started, the file
+        has not changed since then, and all of it is still in memory. The file's record is touched:
+        its time is the time of the last use.
+        """
+        file, record = mapping.array(), CheckRecord.of(mapping)
+        if not _has_seal(file, num_bytes, path.stem):
+            return False
+        record_path = _record_of(path)
+        was_checked = record is not None and record == CheckRecord.read(record_path)
+        if not was_checked or not mapping.is_in_memory():
+            if not _equals_sums(file, num_bytes):
+                return False
+            if record is not None:
+                record.write(record_path)
+        with suppress(OSError):
+            os.utime(record_path if record is not None else path)
+        return True
 
     def _keeps(self, num_bytes: int) -> bool:
         """Whether packed weights of this size are kept here.
@@ -156,6 +182,47 @@ class PackedStore:
         _logger.warning("The packed weights %s: %s. They are packed again.", fault, path)
         with suppress(OSError):
             path.unlink()
+            _record_of(path).unlink()
+
+
+class CheckRecord(Frozen):
+    """The status of a file when its sums were checked; equal records need no other check.
+
+    Attributes:
+        boot: identifies this run of the operating system. A machine that lost its power may have
+            lost pages that were never written to its disk.
+        device, inode, size, changed_ns: the file's status. Each write to a file, and each change
+            of its name or owner, changes `changed_ns`, which no program can set.
+    """
+
+    boot: str
+    device: int
+    inode: int
+    size: int
+    changed_ns: int
+
+    @classmethod
+    def of(cls, mapping: mapped_file.Mapping) -> Self | None:
+        """Return the record of a mapped file; None if the system does not identify its run."""
+        try:
+            boot = _BOOT_ID.read_text("ascii").strip()
+        except (OSError, ValueError):
+            return None
+        status = mapping.status
+        return cls(boot, status.st_dev, status.st_ino, status.st_size, status.st_ctime_ns)
+
+    @classmethod
+    def read(cls, path: Path) -> Self | None:
+        """Return the record at `path`; None if there is none, or it is damaged."""
+        try:
+            return msgspec.convert(read_checked_json(path), cls)
+        except (TwostrokeError, msgspec.MsgspecError):
+            return None
+
+    def write(self, path: Path) -> None:
+        """Write the record to `path`; without it, the next start checks the file again."""
+        with suppress(OSError):
+            write_checked_json(path, asdict(self))
 
 
 class MappedWeights:
@@ -291,6 +358,17 @@ def _part_of(path: Path) -> Path:
     return path.with_name(f".{path.stem}.part")
 
 
+def _record_of(path: Path) -> Path:
+    return path.with_suffix(".checked")
+
+
+def _last_use(path: Path) -> float:
+    """Return when a file was last used, or written."""
+    with suppress(OSError):
+        return max(path.stat().st_mtime, _record_of(path).stat().st_mtime)
+    return path.stat().st_mtime
+
+
 def _remove_if_abandoned(part: Path) -> None:
     """Delete a partly written file, unless a process is writing it."""
     with suppress(OSError), part.open("rb") as file:
@@ -304,13 +382,19 @@ def _file_bytes(num_bytes: int) -> int:
     return num_bytes + -num_bytes % _PAGE + 8 * num_sums + _TRAILER.size
 
 
-def _is_intact(file: NDArray[np.uint8], num_bytes: int, name: str) -> bool:
-    """Whether a file with `num_bytes` of packed weights has the contents that were written."""
+def _has_seal(file: NDArray[np.uint8], num_bytes: int, name: str) -> bool:
+    """Whether a file with `num_bytes` of packed weights has the sums that were written, and all."""
     magic, seal = _TRAILER.unpack(file[-_TRAILER.size :].tobytes())
-    sums = file[num_bytes + -num_bytes % _PAGE : -_TRAILER.size].view(np.uint64)
-    if magic != _MAGIC or seal != _seal(name, sums):
-        return False
-    return bool(np.array_equal(_block_sums(file[:num_bytes]), sums))
+    return bool(magic == _MAGIC and seal == _seal(name, _stored_sums(file, num_bytes)))
+
+
+def _equals_sums(file: NDArray[np.uint8], num_bytes: int) -> bool:
+    """Whether the packed weights in a file have the sums that are stored after them."""
+    return bool(np.array_equal(_block_sums(file[:num_bytes]), _stored_sums(file, num_bytes)))
+
+
+def _stored_sums(file: NDArray[np.uint8], num_bytes: int) -> NDArray[np.uint64]:
+    return file[num_bytes + -num_bytes % _PAGE : -_TRAILER.size].view(np.uint64)
 
 
 def _seal(name: str, sums: NDArray[np.uint64]) -> bytes:
