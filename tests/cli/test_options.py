@@ -202,7 +202,7 @@ def test_wrong_engine_values_name_their_option(line: str, sentence: str) -> None
         ),
         (
             "--speculate OFF",
-            "ngram, draft, lookahead, medusa, eagle. Did you mean 'off'?",
+            "ngram, draft, lookahead, medusa, eagle, mtp. Did you mean 'off'?",
         ),
         ("--policy continous", "Did you mean 'continuous'?"),
         ("--kv-memory 12x", "'12x' is not a size: write 512M, 2GB or 1GiB."),

@@ -37,7 +37,7 @@ DEFAULT_ACTIVATION_BITS: Final = 15
 AUTO_BITS: Final = "auto"  # chosen for each product of the model
 KV_FORMATS: Final = ("auto", "f16", "bf16", "int16", "int8", "fp8")
 PARTNER: Final = "auto"  # the catalogue's draft model for the main model
-SPECULATE: Final = ("auto", "off", "ngram", "draft", "lookahead", "medusa", "eagle")
+SPECULATE: Final = ("auto", "off", "ngram", "draft", "lookahead", "medusa", "eagle", "mtp")
 MAX_DRAFTS: Final = 24  # for one request in one step
 GENERATION_CONFIGS: Final = ("auto", "none", "openai")
 _DEFAULT_MAX_RUNNING: Final = 256  # requests
@@ -349,12 +349,14 @@ class SpeculationOptions(OptionStruct):
     - "draft": a smaller model.
     - "lookahead": the model itself drafts several tokens at once.
     - "medusa", "eagle": heads that were trained for the model.
-    - "auto": n-grams, and also the draft model and the heads if they are named. It is "off" on
-      backends that start a step before the last one's tokens are known, unless a draft model or
-      heads are named.
+    - "mtp": the model's own layer for multi-token prediction.
+    - "auto": n-grams, and also the draft model and the heads if they are named, else the model's
+      layer for multi-token prediction if it has one. It is "off" on backends that start a step
+      before the last one's tokens are known, unless a draft model or heads are named.
 
     `draft` "auto" is the draft model that the catalogue names for this model, if it is in the
-    cache. It is left out if heads are named, another method is chosen, or memory is short.
+    cache. It is left out if heads are named, another method is chosen, the model has a layer for
+    multi-token prediction, or memory is short.
     """
 
     SECTION: ClassVar[str] = "Speculation"

@@ -196,6 +196,8 @@ class StepResult(Frozen):
         num_compiled: how many kernels were compiled and graphs captured for the step.
         crowded_s: `elapsed_s` if some threads did not compute because other programs keep cores
             busy, else 0.0.
+        row_states: (rows, width) the value of `hidden` for all rows of the step, in the plan's
+            order, valid until the next step; None if the backend does not report it.
     """
 
     tokens: list[int]
@@ -208,6 +210,7 @@ class StepResult(Frozen):
     collective_s: float = 0.0
     num_compiled: int = 0
     crowded_s: float = 0.0
+    row_states: NDArray[np.float32] | None = None
 
 
 class RequestDelta(Frozen):

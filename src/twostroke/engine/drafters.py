@@ -46,8 +46,9 @@ if TYPE_CHECKING:
 
     from twostroke.backends.interface import Backend
     from twostroke.core.hardware import Hardware
-    from twostroke.core.options import EngineOptions, SpeculationOptions
+    from twostroke.core.options import ComputeOptions, EngineOptions, SpeculationOptions
     from twostroke.engine.model_card import ModelCard
+    from twostroke.model.program import Program
     from twostroke.model.tokenizer import Tokenizer
     from twostroke.model.weights import LoadedHeads, LoadedModel
 
@@ -250,53 +251,113 @@ class DraftHeads(Frozen):
         max_running = options.batch.effective_max_running
         is_eagle = facts.spec.kind == EAGLE
         layer = facts.spec.layer
-        program = build_heads(facts.spec)
-        compute = options_for_drafts(options.compute)
-        tensors = self._tensors(packed=is_native(compute))
-        page_size, kv_format = backend.facts.page_size, auto_kv_format(compute)
-        num_tokens = _SPARE_TOKENS + (layer.window.size if layer.window else 0)
-        num_pages = (-(-num_tokens // page_size) + 1) * max_running if is_eagle else 1
-        cache_bytes = num_pages * program.page_bytes(page_size, CACHE_FORMATS[kv_format])
-        rows = min(
-            MAX_WAITING_STATES * max_running, max(_MIN_STEP_ROWS, facts.spec.depth * max_running)
+        size = HeadsSize(
+            context_length=layer.context_length,
+            num_tokens=layer.window.size if layer.window else 0,
+            num_requests=max_running if is_eagle else 0,
+            max_rows=min(
+                MAX_WAITING_STATES * max_running,
+                max(_MIN_STEP_ROWS, facts.spec.depth * max_running),
+            ),
         )
-        free_bytes = memory_free(compute, program, tensors, rows) - unused_bytes(compute, backend)
-        if cache_bytes > free_bytes:
-            raise MemoryLimitError(
-                f"{self.loaded.path} need {cache_bytes / 1e6:,.0f} MB for keys and values of "
-                f"{counted_noun(max_running, 'request')}, and {free_bytes / 1e6:,.0f} MB of memory "
-                "are free: lower --max-running, or train heads with a smaller --window."
-            )
-        length = layer.context_length
-        size = CacheSize(length, num_pages, page_size, cache_bytes, kv_format)
-        runner = create_backend(
-            tensors,
-            program,
-            compute,
+        tensors = self._tensors(packed=is_native(options_for_drafts(options.compute)))
+        runner, step_time = create_heads_runner(
+            (build_heads(facts.spec), tensors),
             size,
-            share_threads_with=backend,
-            tapped_value=last_hidden(program),
-            max_rows=rows,
+            options.compute,
+            backend,
+            hardware,
+            name=f"The heads in {self.loaded.path}",
         )
-        cost = cost_model(program, tensors, kv_format, compute.backend).per_step()
-        step_time = StepTimeModel(cost, hardware, runner.facts.rows_together)
         rate = AcceptanceRate(facts.right_if_sure, facts.accepted[0])
         if not is_eagle:
             return MedusaHeads(runner, step_time, rate, facts.token_ids, len(facts.accepted))
         return EagleHeads(
-            runner, step_time, rate, facts.token_ids, context_length=length, token_budget=rows
+            runner,
+            step_time,
+            rate,
+            facts.token_ids,
+            context_length=size.context_length,
+            token_budget=size.max_rows,
         )
 
     def _tensors(self, *, packed: bool) -> Mapping[str, QuantTensor]:
         """Return the weights of the draft heads; with `packed`, matrices in the format Q8_0."""
         tensors = {TABLE: self.table, NUMBERS: numbers_table(self.loaded.facts.spec.depth)}
         for name, tensor in self.loaded.tensors.items():
-            fits = len(tensor.shape) == 2 and tensor.shape[1] % _PACKED.block_size == 0
-            if packed and fits:
-                tensors[name] = QuantTensor.from_floats(tensor.dequantize(), _PACKED)
-            else:
-                tensors[name] = tensor
+            tensors[name] = in_packed_format(tensor) if packed else tensor
         return tensors
+
+
+def in_packed_format(tensor: QuantTensor) -> QuantTensor:
+    """Return a matrix of floats in the format Q8_0, which takes less time to read.
+
+    Other tensors are returned unchanged. Only for weights that make drafts.
+    """
+    is_matrix = len(tensor.shape) == 2 and tensor.shape[1] % _PACKED.block_size == 0
+    if not is_matrix or tensor.format.block_size > 1:
+        return tensor
+    return QuantTensor.from_floats(tensor.dequantize(), _PACKED)
+
+
+class HeadsSize(Frozen):
+    """Sizes of the memory of draft heads.
+
+    Attributes:
+        context_length: tokens of a sequence.
+        num_tokens: tokens of a sequence that have keys and values, besides its newest tokens.
+        num_requests: requests that have keys and values at once.
+        max_rows: the largest number of rows of a step.
+    """
+
+    context_length: int
+    num_tokens: int
+    num_requests: int
+    max_rows: int
+
+
+def create_heads_runner(
+    model: tuple[Program, Mapping[str, QuantTensor]],
+    size: HeadsSize,
+    compute: ComputeOptions,
+    target: Backend,
+    hardware: Hardware | None,
+    *,
+    name: str,
+) -> tuple[Backend, StepTimeModel]:
+    """Read the weights of draft heads into a backend, which shares the threads of `target`.
+
+    `model` has the Program and the weights of the heads; `name` is their name in errors. Also
+    returns a model of the time of the backend's steps.
+
+    Raises:
+        MemoryLimitError: the pages do not fit into memory with the target's.
+    """
+    program, tensors = model
+    compute = options_for_drafts(compute)
+    page_size, kv_format = target.facts.page_size, auto_kv_format(compute)
+    pages_of_request = -(-(_SPARE_TOKENS + size.num_tokens) // page_size) + 1
+    num_pages = max(1, pages_of_request * size.num_requests)
+    cache_bytes = num_pages * program.page_bytes(page_size, CACHE_FORMATS[kv_format])
+    free_bytes = memory_free(compute, program, tensors, size.max_rows)
+    free_bytes -= unused_bytes(compute, target)
+    if cache_bytes > free_bytes:
+        raise MemoryLimitError(
+            f"{name} need {cache_bytes / 1e6:,.0f} MB for keys and values of "
+            f"{counted_noun(size.num_requests, 'request')}, and {free_bytes / 1e6:,.0f} MB of "
+            "memory are free: lower --max-running, or train heads with a smaller --window."
+        )
+    runner = create_backend(
+        tensors,
+        program,
+        compute,
+        CacheSize(size.context_length, num_pages, page_size, cache_bytes, kv_format),
+        share_threads_with=target,
+        tapped_value=last_hidden(program),
+        max_rows=size.max_rows,
+    )
+    cost = cost_model(program, tensors, kv_format, compute.backend).per_step()
+    return runner, StepTimeModel(cost, hardware, runner.facts.rows_together)
 
 
 def _warn_unused(name: str, error: TwostrokeError) -> None:

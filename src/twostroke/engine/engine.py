@@ -35,6 +35,7 @@ from twostroke.engine.kv_offload.build import check_tiers, start_offload, weight
 from twostroke.engine.kv_offload.tier import kv_cache_spec
 from twostroke.engine.loop import EngineLoop
 from twostroke.engine.model_card import ModelCard
+from twostroke.engine.mtp_drafter import MtpLayer
 from twostroke.engine.scheduler import Scheduler, SchedulerConfig, make_policy
 from twostroke.engine.scheduler.recurrent_states import with_room_for_states
 from twostroke.engine.speculation import (
@@ -161,9 +162,11 @@ def build(
         card = _card(recipe, size)
         if accept is not None:
             accept(card)
+        heads = DraftHeads.from_options(options.speculation, recipe.loaded)
+        mtp = MtpLayer.from_options(options, recipe.loaded, card)
         sources = _DraftSources(
-            draft=Draft.from_options(options.speculation, model, card),
-            heads=DraftHeads.from_options(options.speculation, recipe.loaded),
+            draft=None if mtp else Draft.from_options(options.speculation, model, card),
+            heads=heads or mtp,
             watcher=watcher,
         )
         first_load = FirstLoadCheck.of(recipe, card.tokenizer)
@@ -221,11 +224,12 @@ def _with_checked_options(recipe: EngineRecipe, say: Callable[[str], None]) -> E
 class _DraftSources(NamedTuple):
     """What `build` gives the speculator: a draft model, draft heads, and a watcher of steps.
 
-    The weights of the draft model and of the heads are not read yet.
+    The model's layer for multi-token prediction takes the place of draft heads. The weights of the
+    draft model and of the heads are not read yet.
     """
 
     draft: Draft | None
-    heads: DraftHeads | None
+    heads: DraftHeads | MtpLayer | None
     watcher: Watcher | None
 
 

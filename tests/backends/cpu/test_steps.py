@@ -180,3 +180,15 @@ def test_tables_follow_requests_that_arrive_end_grow_and_are_preempted():
         for row, request, count in zip(rows, alive, reached, strict=True):
             for part, pages in zip(tables.array[row], request.pages, strict=True):
                 assert part[:count].tolist() == pages[:count]
+
+
+def test_states_of_all_rows_are_in_the_order_of_the_plan():
+    steps = StepArrays(1, 16, 8, one_arithmetic=False, tapped_width=1, returns_tapped=True)
+    old, new = make_request(4, [0]), make_request(3, [1])
+    old.tokens += [50, 51]
+    plan = StepPlan((Slice(new, 0, 3, True), Slice(old, 2, 4, True, (60, 61))))
+    steps.fill(plan)
+    steps._tapped[:9, 0] = steps._tokens[:9]
+    states = steps.row_states(plan)
+    assert states is not None
+    assert states[:, 0].tolist() == [0, 1, 2, 2, 3, 50, 51, 60, 61]

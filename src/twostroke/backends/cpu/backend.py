@@ -182,6 +182,7 @@ class CpuBackend:
             states=states,
             collective_s=step.collective_s,
             crowded_s=elapsed_s if is_crowded else 0.0,
+            row_states=self._steps.row_states(plan) if self._weight_shard is None else None,
         )
 
     def follow(self, frame: StepFrame) -> float:

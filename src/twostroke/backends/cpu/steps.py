@@ -282,6 +282,15 @@ class StepArrays:
         ends = [(self._pooled[p.request], p.num_pooled) for p in plan.slices if p.num_pooled]
         return [self._tapped[end - num_rows : end] for end, num_rows in ends]
 
+    def row_states(self, plan: StepPlan) -> NDArray[np.float32] | None:
+        """Return the tapped value of all rows in the plan's order; None if results have none."""
+        if not self._returns_tapped:
+            return None
+        tapped = self._tapped[: self.record.num_rows]
+        if self._one_arithmetic or not plan.num_prompt_rows:
+            return tapped
+        return tapped[_computed_rows(plan)]
+
     def forget(self, request: Request) -> None:
         """Drop the arrays' state of a finished request."""
         self.tables.forget(request)
@@ -355,6 +364,21 @@ class StepArrays:
         if width := self._tapped.shape[1]:
             self._tapped = np.zeros((num_tokens, width), np.float32)
             self._taps[0] = self._tapped.ctypes.data
+
+
+def _computed_rows(plan: StepPlan) -> NDArray[np.int64]:
+    """Return the number of each row of a plan among the rows as `StepArrays` orders them.
+
+    Generated rows come first, then prompt rows.
+    """
+    is_prompt = np.zeros(plan.num_rows, bool)
+    end = 0
+    for slice_ in plan.slices:
+        num_prompt = min(max(0, slice_.request.num_prompt - slice_.start), slice_.count)
+        is_prompt[end : end + num_prompt] = True
+        end += slice_.num_rows
+    num_generated = len(is_prompt) - np.count_nonzero(is_prompt)
+    return np.where(is_prompt, num_generated + np.cumsum(is_prompt) - 1, np.cumsum(~is_prompt) - 1)
 
 
 def _states_of(slices: Sequence[Slice]) -> NDArray[np.int32]:

@@ -139,6 +139,7 @@ class ReferenceBackend:
             hidden=hidden,
             scores=scores,
             states=pooled,
+            row_states=None if tapped is None else values[tapped],
         )
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> NDArray[np.float32]:

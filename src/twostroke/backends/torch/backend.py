@@ -124,10 +124,10 @@ class TorchBackend:
         start_s = time.perf_counter()
         rows = flatten(plan.slices)
         values = self._compute(rows, plan.external)
-        hidden = None
+        hidden = row_states = None
         if self._tapped_value is not None:
-            drawn_rows = torch.from_numpy(rows[-1][plan.draws])
-            hidden = values[self._tapped_value].cpu()[drawn_rows].numpy()
+            row_states = values[self._tapped_value].cpu().numpy()
+            hidden = row_states[rows[-1][plan.draws]]
         last = values[self._program.last_states]
         states = [last[part].cpu().numpy() for part in pooled_rows(plan.slices)]
         logits = values[self.logits].cpu().numpy()
@@ -143,6 +143,7 @@ class TorchBackend:
             hidden=hidden,
             scores=scores,
             states=states,
+            row_states=row_states,
         )
 
     def follow(self, frame: StepFrame) -> float:

@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 _NUM_PROBABILITY_KINDS = 10  # kinds of drafts: ranges of the draft model's probability
 # The last token of a translated text may be the beginning of a longer token.
 _LAST_TOKEN_FACTOR = 0.7
-_PROBABILITY_PRIOR = tuple(
+PROBABILITY_PRIOR = tuple(
     (kind + 0.5) / _NUM_PROBABILITY_KINDS for kind in range(_NUM_PROBABILITY_KINDS)
 )
-PRIOR = (*_PROBABILITY_PRIOR, *[_LAST_TOKEN_FACTOR * prior for prior in _PROBABILITY_PRIOR])
+PRIOR = (*PROBABILITY_PRIOR, *[_LAST_TOKEN_FACTOR * prior for prior in PROBABILITY_PRIOR])
 FIRST_PRIOR = 0.75  # rate of first drafts
 _LENGTH_WEIGHT = 0.05  # of a new answer in the average length
 # Of the prior in the rate of first drafts, when a prompt was not worth its prefill.

@@ -7,6 +7,7 @@ index, from a smaller vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from msgspec.structs import replace
 
+from twostroke.core.frozen import Frozen
 from twostroke.core.request import Request
 from twostroke.core.step import Slice, StepPlan
 from twostroke.engine.kv_cache import PagePool
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     from twostroke.engine.speculation.proposal import DraftCost, Proposal
     from twostroke.engine.speculation.step_time import StepTimeModel
 
+HiddenNorm = Callable[[State], State]  # of rows
+
 MAX_WAITING_STATES = 32  # of a request without drafts; after more, its sequence starts again
 
 
@@ -52,11 +56,14 @@ class EagleSequence(DraftSequence):
         base: the position of the request at which the sequence begins.
         text: the request's tokens; drafts follow them in the sequence.
         states: the hidden states of tokens that are not computed yet.
+        own_norm: normalizes the head's own hidden states before the head reads them; None: they
+            are read as they are.
     """
 
     base: int = 0
     text: list[int] = field(default_factory=list)
     states: list[State] = field(default_factory=list)
+    own_norm: HiddenNorm | None = None
 
     @property
     def newest(self) -> int:
@@ -69,7 +76,7 @@ class EagleSequence(DraftSequence):
         Returns whether another draft may follow.
         """
         assert hidden is not None
-        self.states = [hidden]
+        self.states = [hidden if self.own_norm is None else self.own_norm(hidden[None])[0]]
         is_added = DraftSequence.take(self, token, logprobs)
         if is_added:  # the head reads ids of the target, and samples indices of `token_ids`
             self.sequence.tokens[-1] = self.tokens[-1]
@@ -93,8 +100,28 @@ class EagleSequence(DraftSequence):
         return len(self.text)
 
 
+class HeadKind(Frozen):
+    """How an EAGLE head, or a layer for multi-token prediction, reads hidden states.
+
+    Attributes:
+        name: the name of the method.
+        target_norm: normalizes the target's hidden states before the head reads them; None: they
+            are read as they are.
+        own_norm: as `target_norm`, for the head's own hidden states.
+        num_prompt_states: how many rows at the end of a prompt the head computes, if the target
+            reports their hidden states.
+    """
+
+    name: str = "eagle"
+    target_norm: HiddenNorm | None = None
+    own_norm: HiddenNorm | None = None
+    num_prompt_states: int = 0
+
+
 class EagleHeads(ModelProposer[EagleSequence]):
     """Proposes draft tokens that an EAGLE head samples from the target's hidden states.
+
+    A layer for multi-token prediction (MTP) is such a head, too.
 
     A sequence begins where the request's first token is sampled, because that row's hidden state
     represents the prompt. In the next round, the keys and values of drafts are overwritten by the
@@ -110,6 +137,7 @@ class EagleHeads(ModelProposer[EagleSequence]):
         *,
         context_length: int,
         token_budget: int,
+        kind: HeadKind = HeadKind(),  # noqa: B008 - frozen
     ) -> None:
         """Run the EAGLE head with `runner`, up to `token_budget` rows per step.
 
@@ -122,19 +150,40 @@ class EagleHeads(ModelProposer[EagleSequence]):
         pool = PagePool(facts.num_pages, facts.page_size, facts.windows)
         scheduler = Scheduler(config, pool, None, Continuous())
         self._sequences = DraftSequences[EagleSequence](timed, scheduler)
-        super().__init__("eagle", timed, self._sequences.forget)
+        super().__init__(kind.name, timed, self._sequences.forget)
+        self._kind = kind
         self._rate = rate
-        self._token_ids = tuple(token_ids)
+        self._token_ids = token_ids
 
     def see(self, plan: StepPlan, result: StepResult) -> None:
         """Take the hidden states of a target model's step, from which its tokens were sampled."""
+        if self._kind.num_prompt_states and result.row_states is not None:
+            self._see_prompts(plan, result.row_states)
         for slice_, rows in sampled_rows(plan, result):
             request, position = slice_.request, slice_.start + slice_.count - 1
             rows_with_token = rows[: len(request.tokens) - 1 - position]
             if result.hidden is None or not rows_with_token or request.is_finished:
                 self.finish(request)
-            elif request.hints.speculate in {"auto", self.name}:
+            elif self._may_draft(request):
                 self._keep(request, position, result.hidden[rows_with_token])
+
+    def _see_prompts(self, plan: StepPlan, row_states: State) -> None:
+        """Take the hidden states of rows near the end of prompts, whose next tokens are known.
+
+        `row_states` has the states of all rows of the step.
+        """
+        first_row = 0
+        for slice_ in plan.slices:
+            request, start = slice_.request, slice_.start
+            end = start + slice_.count - slice_.samples
+            first = max(start, request.num_prompt - self._kind.num_prompt_states)
+            if first < end < len(request.tokens) and self._may_draft(request):
+                rows = slice(first_row + first - start, first_row + end - start)
+                self._keep(request, first, row_states[rows].copy())
+            first_row += slice_.num_rows
+
+    def _may_draft(self, request: Request) -> bool:
+        return request.hints.speculate in {"auto", self.name}
 
     def propose(self, requests: Sequence[Request], cost: DraftCost) -> list[Proposal | None]:
         """Let the EAGLE head make draft tokens for each request; None for no drafts.
@@ -157,14 +206,17 @@ class EagleHeads(ModelProposer[EagleSequence]):
 
         The first state is at `position` of the request.
         """
+        if self._kind.target_norm is not None:
+            states = self._kind.target_norm(states)
         draft_sequence = self._draft_sequences.get(request)
+        max_waiting = MAX_WAITING_STATES + self._kind.num_prompt_states
         if (
             draft_sequence is None
             or draft_sequence.newest != position
             or draft_sequence.sequence.is_finished
         ):
             draft_sequence = self._begin(request, position)
-        elif len(draft_sequence.states) + len(states) > MAX_WAITING_STATES:
+        elif len(draft_sequence.states) + len(states) > max_waiting:
             position += len(states) - 1
             states = states[-1:]
             draft_sequence = self._begin(request, position)
@@ -183,7 +235,12 @@ class EagleHeads(ModelProposer[EagleSequence]):
         params = replace(request.params, **ANY_VOCABULARY)
         sequence = Request(request.id, [], num_prompt, params, request.seed, num_final=0)
         draft_sequence = EagleSequence(
-            sequence, rate, rate.num_kinds, self._token_ids, base=position
+            sequence,
+            rate,
+            rate.num_kinds,
+            self._token_ids,
+            base=position,
+            own_norm=self._kind.own_norm,
         )
         self._draft_sequences[request] = draft_sequence
         return draft_sequence

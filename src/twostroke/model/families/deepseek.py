@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from twostroke.core.message_text import counted_noun
 from twostroke.model.families.common_fields import without_mtp_layers
-from twostroke.model.families.family import Family
+from twostroke.model.families.family import Family, MtpInput
 from twostroke.model.families.fields import MAX_HEAD_DIM, MAX_LAYERS, MAX_WIDTH
 from twostroke.model.families.routed_experts import (
     EXPERT_NAMES,
@@ -199,4 +199,5 @@ DEEPSEEK2 = Family(
     interleaves=True,
     rotated="qk_rope_head_dim",
     extra_layers="num_nextn_predict_layers",
+    mtp=MtpInput.UNNORMED,
 )  # fmt: skip

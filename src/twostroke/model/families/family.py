@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import TYPE_CHECKING
 
 from msgspec import field
@@ -33,6 +34,13 @@ def no_values(fields: Fields) -> dict[str, Any]:
     return {}
 
 
+class MtpInput(Enum):
+    """Which of its own hidden states an MTP layer reads when it drafts several tokens."""
+
+    NORMED = "normed"  # after the layer's last norm
+    UNNORMED = "unnormed"
+
+
 class Family(Frozen):
     """A model family: how to read its files, and the layer from which its Program is built.
 
@@ -59,7 +67,8 @@ class Family(Frozen):
     `may_lack_values`: GGUF layers that have keys but no values are read as `keys_give_values`.
     `may_norm_heads`: some models of the family have `norms_heads`. `extra_layers` is config.json's
     key for the number of further layers that do not compute the next token, such as layers for
-    multi-token prediction.
+    multi-token prediction. `mtp` tells how a layer for multi-token prediction continues its own
+    drafts; None: such layers are left out.
     """
 
     model_types: Mapping[str, Mapping[str, Any]]
@@ -79,3 +88,4 @@ class Family(Frozen):
     may_lack_values: bool = False
     may_norm_heads: bool = False
     extra_layers: str | None = None
+    mtp: MtpInput | None = None

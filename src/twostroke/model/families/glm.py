@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from twostroke.model.families.blocks import residual_layer
 from twostroke.model.families.common_fields import without_mtp_layers
-from twostroke.model.families.family import Family
+from twostroke.model.families.family import Family, MtpInput
 from twostroke.model.families.fields import MAX_LAYERS
 from twostroke.model.families.routed_experts import (
     EXPERT_NAMES,
@@ -76,4 +76,5 @@ GLM4_MOE = Family(
     partial_rotary="partial_rotary_factor",
     may_norm_heads=True,
     extra_layers="num_nextn_predict_layers",
+    mtp=MtpInput.UNNORMED,
 )  # fmt: skip

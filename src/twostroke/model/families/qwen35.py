@@ -19,7 +19,7 @@ from twostroke.model.families.common_fields import (
     gguf_experts,
     without_mtp_layers,
 )
-from twostroke.model.families.family import Family
+from twostroke.model.families.family import Family, MtpInput
 from twostroke.model.families.fields import MAX_HEAD_DIM, MAX_LAYERS, MAX_WIDTH
 from twostroke.model.families.spec import DeltaSpec, ExpertSpec
 
@@ -217,6 +217,7 @@ QWEN35 = Family(
     gguf_values=gguf_values,
     layer_names=_LAYER_NAMES,
     partial_rotary="partial_rotary_factor",
+    mtp=MtpInput.NORMED,
 )
 
 QWEN35_MOE = Family(
@@ -227,6 +228,7 @@ QWEN35_MOE = Family(
     gguf_values=gguf_values,
     layer_names=_LAYER_NAMES | _EXPERT_NAMES,
     partial_rotary="partial_rotary_factor",
+    mtp=MtpInput.NORMED,
 )
 
 QWEN3_NEXT = Family(
@@ -242,4 +244,5 @@ QWEN3_NEXT = Family(
     }
     | {"linear_attn.in_proj_qkvz": "ssm_in", "linear_attn.in_proj_ba": "ssm_ba"},
     partial_rotary="partial_rotary_factor",
+    mtp=MtpInput.NORMED,
 )

@@ -13,7 +13,10 @@ from twostroke.model.weights.tensor_names import (
     canonical_name,
     is_adapter_weight,
     is_derived,
+    is_mtp_name,
     is_text_weight,
+    mtp_name,
+    published_mtp_name,
     published_name,
     without_prefix,
 )
@@ -49,13 +52,24 @@ class FileNames(Frozen):
     def _name(self, canonical: str) -> str:
         if not self.published or canonical in self.published:
             return self.published.get(canonical, canonical)
-        if similar := self._similar(canonical):
+        is_mtp = self._is_of_qwen_mtp_layer(canonical)
+        similar = None if is_mtp else self._similar(canonical)
+        if similar:
             return similar
         try:
             name = published_name(canonical, self.layer_names)
         except (KeyError, ValueError):
             return canonical
-        return self._prefix() + name
+        return published_mtp_name(name) if is_mtp else self._prefix() + name
+
+    def _is_of_qwen_mtp_layer(self, canonical: str) -> bool:
+        """Return whether other weights of the same layer are under `mtp.` in the file."""
+        layer = canonical.partition(".")[2].partition(".")[0]
+        return any(
+            is_mtp_name(published)
+            for other, published in self.published.items()
+            if other.startswith(f"blk.{layer}.")
+        )
 
     def _similar(self, canonical: str) -> str | None:
         """Derive a missing tensor's file name from the name of the same weight in another layer.
@@ -80,11 +94,12 @@ class FileNames(Frozen):
 
 
 def by_canonical_name(
-    file: str, tensors: Mapping[str, T], family: Family
+    file: str, tensors: Mapping[str, T], family: Family, num_layers: int
 ) -> tuple[dict[str, T], FileNames]:
     """Return a file's tensors by canonical name, and the names that they have in the file.
 
-    Tensors that the text model does not need are left out.
+    Tensors that the text model does not need are left out. `num_layers` is the number of the
+    model's layers, without layers for multi-token prediction.
 
     Raises:
         ModelFormatError: two tensors are the same weight, or a tensor belongs to an adapter.
@@ -97,7 +112,8 @@ def by_canonical_name(
                 f"{file!r} has tensor {name_in_file[:MAX_NAME_LENGTH]!r} of an adapter (LoRA): "
                 "merge the adapter into its model first, as peft's merge_and_unload does."
             )
-        name = canonical_name(name_in_file, family.layer_names)
+        numbered = name_in_file if family.mtp is None else mtp_name(name_in_file, num_layers)
+        name = canonical_name(numbered, family.layer_names)
         if name is None:
             continue
         if name in by_name and not _are_equal(by_name[name], tensor):

@@ -6,8 +6,7 @@ A loaded model has exactly the weights that its Program reads.
 from __future__ import annotations
 
 import re
-from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -28,22 +27,18 @@ from twostroke.model.weights.generation_config import folder_sampling, gguf_samp
 from twostroke.model.weights.gguf import TruncatedError, read_header
 from twostroke.model.weights.gguf_model import gguf_eos_ids, gguf_spec
 from twostroke.model.weights.gguf_split import first_part, model_stem, read_gguf_parts
-from twostroke.model.weights.gpt_oss import cut_gpt_oss
 from twostroke.model.weights.hf_model import (
     hf_chat_template,
     hf_fields,
     hf_spec,
     refuse_architecture,
 )
-from twostroke.model.weights.latent import cut_latent
-from twostroke.model.weights.model import GgufTokenizer, JsonTokenizer, LoadedModel
+from twostroke.model.weights.model import GgufTokenizer, JsonTokenizer, LoadedModel, MtpWeights
 from twostroke.model.weights.pooling import folder_pooling, gguf_pooling
-from twostroke.model.weights.projections import cut_projections
+from twostroke.model.weights.program_form import in_program_form
 from twostroke.model.weights.published import assemble_published, published_layout
-from twostroke.model.weights.recurrent import cut_recurrent
 from twostroke.model.weights.safetensors import read_safetensors, read_sharded
-from twostroke.model.weights.stacks import cut_stacks, uncut_stack
-from twostroke.model.weights.tensor_names import is_derived
+from twostroke.model.weights.tensor_names import is_derived, is_mtp_name
 from twostroke.model.weights.tensors import check_shapes, join_files, refuse_unsupported
 
 if TYPE_CHECKING:
@@ -54,10 +49,11 @@ if TYPE_CHECKING:
     from twostroke.model.quant import QuantTensor
     from twostroke.model.weights.tensors import WeightFiles
 
+T = TypeVar("T")
+
 _INDEX_NAME = "model.safetensors.index.json"
 _GENERATION_NAME = "generation_config.json"
 _SHARD = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
-_KEY_OR_VALUE = re.compile(r"blk\.(\d{1,4})\.attn_(?:k|v|k_norm)\.weight")
 _LAYER = re.compile(r"(?:blk|model\.layers)\.(\d{1,4})\.")
 
 
@@ -128,14 +124,13 @@ def _load_gguf(path: Path, name: str | None, licence: str | None) -> LoadedModel
     _gguf_family(fields, files.unsupported)
     spec = gguf_spec(fields, name or model_stem(path), files.tensors)
     blocks = range(fields.integer(f"{spec.architecture}.block_count", MAX_LAYERS))
-    gguf_names = ARCHITECTURES[spec.architecture].gguf_names
-    weights = {
-        gguf_names.get(weight_name) or _with_suffix(weight_name): tensor
+    family = ARCHITECTURES[spec.architecture]
+    stored = {
+        family.gguf_names.get(weight_name) or _with_suffix(weight_name): tensor
         for weight_name, tensor in files.tensors.items()
-        if weight_name not in ROPE_TABLES
-        and not _is_of_layers(weight_name, blocks[spec.num_layers :])
-        and not is_derived(weight_name)
+        if weight_name not in ROPE_TABLES and not is_derived(weight_name)
     }
+    weights, extra = _without_layers(stored, blocks[spec.num_layers :])
     bos = fields.token_ids("tokenizer.ggml.bos_token_id", spec.vocab_size)
     return LoadedModel(
         name=spec.name,
@@ -150,6 +145,7 @@ def _load_gguf(path: Path, name: str | None, licence: str | None) -> LoadedModel
         mappings=files.mappings,
         pooling=gguf_pooling(fields),
         sampling=gguf_sampling(fields),
+        mtp=_mtp_weights(path.name, extra, spec),
     )
 
 
@@ -185,14 +181,11 @@ def _load_folder(
     layout = published_layout(fields)
     if layout is not None:
         files = assemble_published(source, files, layout)
-    extra = range(spec.num_layers, spec.num_layers + _num_extra_layers(fields, family))
-    tensors, names = _by_canonical_name(source, files.tensors, family, extra)
-    unsupported, unsupported_names = _by_canonical_name(source, files.unsupported, family, extra)
-    unsupported = {
-        unsupported_names.published[name]: dtype
-        for name, dtype in unsupported.items()
-        if must_be_read(name)
-    }
+    num_extra = _num_extra_layers(fields, family, files)
+    extra_layers = range(spec.num_layers, spec.num_layers + num_extra)
+    stored, names = by_canonical_name(source, files.tensors, family, spec.num_layers)
+    tensors, extra = _without_layers(stored, extra_layers)
+    unsupported = _unsupported(source, files, family, extra_layers)
     spec = _with_embedding_rows(spec, source, tensors, names)
     if spec.tied_embeddings:
         tensors.pop("output.weight", None)
@@ -227,6 +220,7 @@ def _load_folder(
         mappings=files.mappings,
         pooling=folder_pooling(folder),
         sampling=folder_sampling(generation_config),
+        mtp=_mtp_weights(source, extra, spec, names),
     )
 
 
@@ -290,21 +284,49 @@ def _optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if is_there(path) else {}
 
 
-def _num_extra_layers(fields: Fields, family: Family) -> int:
-    key = family.extra_layers
-    return 0 if key is None else fields.integer(key, MAX_LAYERS, low=0, default=0)
+def _num_extra_layers(fields: Fields, family: Family, files: WeightFiles) -> int:
+    """Return how many layers of a folder follow the layers that compute the next token.
 
-
-def _by_canonical_name(
-    file: str, tensors: Mapping[str, Any], family: Family, extra: range
-) -> tuple[dict[str, Any], FileNames]:
-    """Return a file's tensors by canonical name, and the names that they have in the file.
-
-    Layers in the range `extra` are left out: some models have them only to draft tokens.
+    Qwen's layer for multi-token prediction has names without a number, and gets the first number.
     """
-    by_name, names = by_canonical_name(file, tensors, family)
-    needed = {name: tensor for name, tensor in by_name.items() if not _is_of_layers(name, extra)}
-    return needed, names
+    key = family.extra_layers
+    if key is not None:
+        return fields.integer(key, MAX_LAYERS, low=0, default=0)
+    return int(family.mtp is not None and any(is_mtp_name(name) for name in files.tensors))
+
+
+def _without_layers(tensors: Mapping[str, T], layers: range) -> tuple[dict[str, T], dict[str, T]]:
+    """Return the tensors, by canonical name, that are not of these layers; and the others.
+
+    Some models have further layers only to draft tokens.
+    """
+    needed = {name: tensor for name, tensor in tensors.items() if not _is_of_layers(name, layers)}
+    return needed, {name: tensors[name] for name in tensors.keys() - needed.keys()}
+
+
+def _unsupported(
+    file: str, files: WeightFiles, family: Family, extra_layers: range
+) -> dict[str, str]:
+    """Return the types of tensors that the model needs, by name, whose types are not supported."""
+    stored, names = by_canonical_name(file, files.unsupported, family, extra_layers.start)
+    needed, _ = _without_layers(stored, extra_layers)
+    return {names.published[n]: dtype for n, dtype in needed.items() if must_be_read(n)}
+
+
+def _mtp_weights(
+    file: str,
+    extra: Mapping[str, QuantTensor],
+    spec: ModelSpec,
+    names: FileNames = FileNames(),  # noqa: B008 - frozen
+) -> MtpWeights | None:
+    """Return the tensors of a model's first layer for multi-token prediction; None without one.
+
+    `extra` are the tensors of all layers that do not compute the next token.
+    """
+    first_extra = range(spec.num_layers, spec.num_layers + 1)
+    _, tensors = _without_layers(extra, first_extra)
+    is_read = ARCHITECTURES[spec.architecture].mtp is not None
+    return MtpWeights(file, tensors, names) if tensors and is_read else None
 
 
 def _with_suffix(name: str) -> str:
@@ -338,58 +360,10 @@ def _program_weights(
             f"{counted_noun(spec.num_layers, 'layer')}."
         )
     shapes = build_program(spec).weight_shapes
-    tensors = {name: _reshaped(tensor, shapes.get(name)) for name, tensor in tensors.items()}
-    fused = ARCHITECTURES[spec.architecture].fused
-    if spec.experts is not None and spec.experts.has_biases:
-        tensors = cut_gpt_oss(file, tensors, names)
-    separate = cut_stacks(tensors, shapes, fused)
-    if uncut := uncut_stack(separate, shapes, fused):
-        name, shape = uncut
-        raise ModelFormatError(
-            f"{file!r} has tensor {names.quoted(name)} with shape {separate[name].shape}; the "
-            f"family {spec.architecture!r} reads {shape}."
-        )
-    if spec.latent is not None:
-        separate = cut_latent(file, separate, shapes, names.quoted)
-    if spec.delta is not None:
-        separate = cut_recurrent(file, separate, spec, names)
-    separate = cut_projections(file, separate, spec, names)
-    separate = {
-        name: tensor
-        for name, tensor in separate.items()
-        if name in shapes
-        or not (_is_empty_bias(name, tensor) or _is_of_shared_kv_layer(name, spec))
-    }
+    separate = in_program_form(file, tensors, spec, shapes, names)
     left_out = {name for name in separate.keys() - shapes.keys() if not must_be_read(name)}
     needed = {name: tensor for name, tensor in separate.items() if name not in left_out}
     check_shapes(file, needed, shapes, f"the family {spec.architecture!r}", names.quoted)
     names_in_file = (names.published.get(name, name) for name in left_out)
     report_left_out(file, names_in_file, spec.architecture)
     return needed
-
-
-def _reshaped(tensor: QuantTensor, shape: tuple[int, ...] | None) -> QuantTensor:
-    """Return a tensor with the shape that the Program reads, if only dimensions of 1 differ.
-
-    ERNIE's folders have a bias (1, experts), and convolutions have kernels (width, 1, kernel).
-    """
-    if shape is None or tensor.shape == shape:
-        return tensor
-    if [size for size in tensor.shape if size != 1] != [size for size in shape if size != 1]:
-        return tensor
-    return replace(tensor, shape=shape, data=tensor.data.reshape(prod(shape[:-1]), -1))
-
-
-def _is_empty_bias(name: str, tensor: QuantTensor) -> bool:
-    """Return whether a tensor is a bias of zeros, which some quantized folders contain."""
-    return name.endswith(".bias") and not tensor.data.any()
-
-
-def _is_of_shared_kv_layer(name: str, spec: ModelSpec) -> bool:
-    """Return whether a tensor computes keys or values for a layer that reads an earlier layer's.
-
-    The model has no use for such a tensor.
-    """
-    match = _KEY_OR_VALUE.fullmatch(name)
-    layer = spec.num_layers if match is None else int(match[1])
-    return layer < spec.num_layers and spec.kv_source_layer(layer) is not None

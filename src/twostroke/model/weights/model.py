@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from twostroke.model.families import ModelSpec
     from twostroke.model.quant import QuantTensor
+    from twostroke.model.weights.file_names import FileNames
     from twostroke.model.weights.mapping import MappedFile
 
 _NUM_HASHED_ROWS: Final = 8  # rows of each tensor
@@ -34,6 +35,17 @@ class JsonTokenizer(Frozen):
     config: Mapping[str, Any]
 
 
+class MtpWeights(Frozen):
+    """The tensors of a model's MTP layer, as its file has them: mapped, but not checked.
+
+    `file` is the name of the file in errors. `tensors` have canonical names.
+    """
+
+    file: str
+    tensors: Mapping[str, QuantTensor]
+    names: FileNames
+
+
 class LoadedModel(Frozen):
     """A model whose weight files are mapped and checked: its description, weights and tokenizer.
 
@@ -41,6 +53,8 @@ class LoadedModel(Frozen):
     the shapes that it needs; they are views into `mappings`. `eos_token_ids` end a completion.
     `pooling` is how hidden states become embeddings; None if the files do not tell. `sampling` has
     the publisher's recommended parameters; None for parameters that the files do not have.
+    `mtp` has the tensors of the layer for multi-token prediction, for speculation; None without
+    one. They take no memory until they are used.
     """
 
     name: str
@@ -55,6 +69,7 @@ class LoadedModel(Frozen):
     mappings: tuple[MappedFile, ...]
     pooling: str | None = None
     sampling: SamplingParams = SamplingParams()
+    mtp: MtpWeights | None = None
 
     @property
     def file_bytes(self) -> int:

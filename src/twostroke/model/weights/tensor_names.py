@@ -32,7 +32,24 @@ _LAYER_WEIGHTS = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    # Of layers for multi-token prediction:
+    "eh_proj": "nextn.eh_proj",
+    "enorm": "nextn.enorm",
+    "hnorm": "nextn.hnorm",
+    "embed_tokens": "nextn.embed_tokens",
+    "shared_head.norm": "nextn.shared_head_norm",
+    "shared_head.head": "nextn.shared_head_head",
 }
+
+# Qwen's names of weights that only layers for multi-token prediction have.
+_QWEN_MTP_WEIGHTS = {
+    "fc": "eh_proj",
+    "pre_fc_norm_embedding": "enorm",
+    "pre_fc_norm_hidden": "hnorm",
+    "norm": "shared_head.norm",
+}
+
+_QWEN_MTP_LAYER = "layers.0."
 
 _EXPERT_WEIGHTS = {
     "gate_proj": "ffn_gate",
@@ -82,6 +99,7 @@ _OTHER_MODALITY = re.compile(
 _MTP_LAYER = re.compile(
     r"(?:model\.)*mtp_(?:block|emb_norm|hidden_norm|linear_proj)\..*|model\.mtp\..*"
 )
+_QWEN_MTP_NAME = re.compile(r"(?:(?:model|language_model)\.)*mtp\.(.+)")
 # Prefixes of the weights of a text model, which must not be left out even if unknown.
 _TEXT_PART = re.compile(
     r"(?:model|lm_head|blk|token_embd|token_types|position_embd|output|output_norm|rope_freqs"
@@ -130,6 +148,38 @@ def canonical_name(name: str, layer_names: Mapping[str, str]) -> str | None:
     layer = _LAYER_NAME.fullmatch(name)
     part = layer and _layer_part(layer[2], layer_names)
     return f"blk.{int(layer[1])}.{part}" if layer and part else name
+
+
+def mtp_name(name: str, layer: int) -> str:
+    """Return a tensor's name with `layer` as the number of Qwen's layer for multi-token prediction.
+
+    Qwen's folders have this layer under `mtp.`. Here it follows the model's other layers, as in the
+    folders of other families. Other names are returned unchanged.
+    """
+    match = _QWEN_MTP_NAME.fullmatch(_WRAPPER.sub("", name))
+    if match is None:
+        return name
+    stem, _, suffix = match[1].rpartition(".")
+    if stem in _QWEN_MTP_WEIGHTS:
+        return f"model.layers.{layer}.{_QWEN_MTP_WEIGHTS[stem]}.{suffix}"
+    if match[1].startswith(_QWEN_MTP_LAYER):
+        return f"model.layers.{layer}.{match[1].removeprefix(_QWEN_MTP_LAYER)}"
+    return name
+
+
+def is_mtp_name(name: str) -> bool:
+    """Return whether a tensor belongs to Qwen's layer for multi-token prediction."""
+    return mtp_name(name, 0) != name
+
+
+def published_mtp_name(name: str) -> str:
+    """Return Qwen's name of a weight of its MTP layer, from the name in other families' folders."""
+    part = name.split(".", 3)[3]
+    stem, _, suffix = part.rpartition(".")
+    for published, other in _QWEN_MTP_WEIGHTS.items():
+        if stem == other:
+            return f"mtp.{published}.{suffix}"
+    return f"mtp.{_QWEN_MTP_LAYER}{part}"
 
 
 def without_prefix(name: str) -> str:

@@ -22,7 +22,7 @@ export const FIELDS = [
   { name: "n", label: "Completions (n)", kind: "integer", start: "", min: 1, max: 8, step: 1, hint: "1" },
   {
     name: "speculate", label: "Speculative decoding", kind: "choice", start: "",
-    options: [["", "default"], ["off", "off"], ["auto", "auto"], ["ngram", "ngram"], ["lookahead", "lookahead"], ["draft", "draft"], ["eagle", "eagle"], ["medusa", "medusa"]],
+    options: [["", "default"], ["off", "off"], ["auto", "auto"], ["ngram", "ngram"], ["lookahead", "lookahead"], ["draft", "draft"], ["eagle", "eagle"], ["medusa", "medusa"], ["mtp", "mtp"]],
   },
   {
     name: "service_tier", label: "Service tier", kind: "choice", start: "",
