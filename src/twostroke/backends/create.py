@@ -212,11 +212,11 @@ def create_backend(  # noqa: PLR0913 - each is a fact that only the caller knows
         tapped_value=tapped_value,
         embeds=embeds,
         weight_shard=weight_shard,
-        packed_store=_packed_store(compute, packed_source),
+        packed_store=packed_store(compute, packed_source),
     )
 
 
-def _packed_store(compute: ComputeOptions, source: str | None) -> PackedStore | None:
+def packed_store(compute: ComputeOptions, source: str | None) -> PackedStore | None:
     """Return the store of packed weights; None if the options or the caller want none."""
     if source is None or compute.packed_cache_bytes == 0:
         return None

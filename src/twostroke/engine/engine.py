@@ -24,7 +24,7 @@ from twostroke.backends.recipe import EngineRecipe
 from twostroke.core.errors import MemoryLimitError, UsageError
 from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import resolve_num_threads
-from twostroke.core.options import DEFAULT_ACTIVATION_BITS, EngineOptions
+from twostroke.core.options import AUTO_BITS, DEFAULT_ACTIVATION_BITS, EngineOptions
 from twostroke.core.process_tuning import return_freed_memory
 from twostroke.engine.canary import FirstLoadCheck
 from twostroke.engine.chat.conversation import Chat
@@ -286,12 +286,18 @@ def _close_on_failure(
 def _with_chosen_activation_bits(recipe: EngineRecipe, say: Callable[[str], None]) -> EngineRecipe:
     """Return a recipe in which `activation_bits` is chosen, where it was "auto".
 
-    The choice can take minutes, so a model that generates garbage is refused before the choice.
+    The choice can take minutes, so a model that does not fit into memory or generates garbage is
+    refused before the choice.
 
     Raises:
+        MemoryLimitError: the weights and the KV cache do not fit into memory.
         QualityError: the model generates garbage.
     """
     compute = recipe.options.compute
+    if compute.activation_bits != AUTO_BITS or not is_native(compute):
+        return recipe
+    if recipe.mesh.num_ranks == 1:
+        recipe.size_kv_cache()
 
     def check(backend: Backend) -> None:
         precise = replace(compute, activation_bits=DEFAULT_ACTIVATION_BITS)

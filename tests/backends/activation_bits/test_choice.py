@@ -6,15 +6,19 @@ import re
 from itertools import combinations
 
 import numpy as np
+import pytest
 
 from support.cpu import tiny_model
 from twostroke.backends.activation_bits import (
     QUICK_SEARCH,
+    ExpectedLogits,
     checking_text,
     choose,
     choosing_text,
+    is_certain,
     products_of,
 )
+from twostroke.backends.activation_bits.resolve import _CheckingText
 from twostroke.lab.measure.compare import held_out_text
 
 _BUDGET = 7e-4
@@ -103,6 +107,68 @@ def test_nothing_but_8_bits_is_measured_where_they_are_enough():
 
     assert set(choose(products, count_and_score, _all_is_well, "", QUICK_SEARCH).bits) == set(names)
     assert scored == [None, None]
+
+
+def test_errors_of_rows_are_the_divergences_of_their_distributions():
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((70, 300), np.float32)
+    others = logits + 1e-2 * rng.standard_normal((70, 300), np.float32)
+    shares, other_shares = (
+        np.exp(values.astype(float)) / np.exp(values.astype(float)).sum(axis=1, keepdims=True)
+        for values in (logits, others)
+    )
+    exact = (shares * np.log(shares / other_shares)).sum(axis=1)
+    expected = ExpectedLogits(logits)
+    np.testing.assert_allclose(expected.divergences(others), exact, rtol=1e-3)
+    assert expected.divergence(others) == pytest.approx(exact.mean(), rel=1e-3)
+    assert expected.first(9).divergence(others[:9]) == pytest.approx(exact[:9].mean(), rel=1e-3)
+    others[3] = np.nan
+    assert expected.divergence(others) == np.inf
+
+
+def test_a_check_ends_once_more_text_would_not_change_its_result():
+    rng = np.random.default_rng(0)
+    near, far = rng.exponential(_BUDGET, 400), rng.exponential(_BUDGET / 3, 400)
+    assert not is_certain(far[:100])  # too few to know
+    assert is_certain(far)
+    assert is_certain(far * 12)
+    assert not is_certain(near)
+    rare = np.where(np.arange(400) == 0, 0.1, far)
+    assert not is_certain(rare)
+    assert not is_certain(np.full(400, np.nan))
+
+
+class _CountingBackend:
+    """A backend whose logits have a given mean error for each chunk; it counts its passes."""
+
+    def __init__(self, errors: list[float]) -> None:
+        self._errors = errors
+        self.passes: list[tuple[int, bool]] = []
+
+    def score_with(self, bits, tokens):
+        chunk = tokens[0]
+        self.passes.append((chunk, bool(bits)))
+        noise = np.random.default_rng(chunk).standard_normal((len(tokens), _WIDTH))
+        return (noise * np.sqrt(2 * self._errors[chunk]) * bool(bits)).astype(np.float32)
+
+
+def test_large_models_are_checked_on_as_little_text_as_is_needed():
+    chunks = [[number] * 256 for number in range(3)]
+    for errors, num_chunks in (([1e-4] * 3, 1), ([7e-4, 1e-4, 1e-4], 2), ([5e-3] * 3, 1)):
+        backend = _CountingBackend(errors)
+        check = _CheckingText(backend, chunks, stops_early=True)
+        mean = check.mean_error({"matrix": 8})
+        assert mean == pytest.approx(np.mean(errors[:num_chunks]), rel=0.2)
+        assert len(backend.passes) == 2 * num_chunks
+        check.mean_error({"matrix": 8})  # the expected logits are there already
+        assert len(backend.passes) == 3 * num_chunks
+
+
+def test_small_models_are_checked_on_the_whole_text():
+    backend = _CountingBackend([1e-4] * 3)
+    chunks = [[number] * 256 for number in range(3)]
+    _CheckingText(backend, chunks, stops_early=False).mean_error({"matrix": 8})
+    assert [chunk for chunk, has_bits in backend.passes if has_bits] == [0, 1, 2]
 
 
 def test_products_of_one_value_have_the_same_bits():

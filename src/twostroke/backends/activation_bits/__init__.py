@@ -9,6 +9,8 @@ from twostroke.backends.activation_bits.choice import (
     checking_text,
     choose,
     choosing_text,
+    is_certain,
+    mean_of,
 )
 from twostroke.backends.activation_bits.products import Product, products_of
 from twostroke.backends.activation_bits.tree import allocate
@@ -24,5 +26,7 @@ __all__ = [
     "checking_text",
     "choose",
     "choosing_text",
+    "is_certain",
+    "mean_of",
     "products_of",
 ]

@@ -29,6 +29,8 @@ MIN_WEIGHTS: Final = 1 << 24  # in products; smaller models are fast enough with
 # texts may differ more.
 _MAX_MEAN_KL: Final = 7e-4
 _CHUNK_ROWS: Final = 32
+_MIN_CERTAIN_ROWS: Final = 128
+_CERTAIN_DEVIATIONS: Final = 3.0  # standard deviations of the mean
 
 
 class SearchEffort(Frozen):
@@ -102,7 +104,7 @@ def choose(
     bits = bits_of(products, 8)
     error = max_error(bits)
     if not error <= _MAX_MEAN_KL:
-        groups = _measure_groups(products, score, effort)
+        groups = _measure_groups(products, score, expected, effort)
         budget = _MAX_MEAN_KL
         for _ in range(effort.num_trials):
             bits = cheapest(groups, budget)
@@ -117,10 +119,10 @@ def choose(
 
 
 def _measure_groups(
-    products: Sequence[Product], score: Score, effort: SearchEffort
+    products: Sequence[Product], score: Score, expected: ExpectedLogits, effort: SearchEffort
 ) -> list[ProductGroup]:
     """Measure the errors of groups of products on the beginning of the choosing text."""
-    expected = ExpectedLogits(score({}, effort.num_kind_tokens))
+    expected = expected.first(effort.num_kind_tokens)
 
     def measure(bits: Mapping[str, int]) -> float:
         return expected.divergence(score(bits, effort.num_kind_tokens))
@@ -134,29 +136,60 @@ class ExpectedLogits:
     def __init__(self, logits: Array) -> None:
         """Set the logits (rows, vocab_size) of the model with full precision."""
         self._logits = logits
-        self._shares = np.empty_like(logits)
-        for chunk in _chunks(logits):
-            shares = np.exp(logits[chunk] - logits[chunk].max(axis=1, keepdims=True))
-            self._shares[chunk] = shares / shares.sum(axis=1, keepdims=True)
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that the logits take."""
+        return self._logits.nbytes
+
+    def first(self, num_rows: int) -> ExpectedLogits:
+        """Return the expected logits of the first rows."""
+        return ExpectedLogits(self._logits[:num_rows])
 
     def divergence(self, logits: Array) -> float:
         """Return the mean KL divergence of `logits` from the expected logits over rows.
 
         Infinite if it is not a number.
+        """
+        return mean_of(self.divergences(logits))
+
+    def divergences(self, logits: Array) -> NDArray[np.float64]:
+        """Return the KL divergence of each row of `logits` from the expected logits.
 
         With d = other - expected, this is log(sum p e^d) - sum p d, where d is small and few digits
         of float32 are lost.
         """
-        total = 0.0
+        divergences = np.empty(len(logits))
         for chunk in _chunks(logits):
-            difference = logits[chunk] - self._logits[chunk]
-            shares = self._shares[chunk]
+            expected = self._logits[chunk]
+            shares = np.exp(expected - expected.max(axis=1, keepdims=True))
+            shares /= shares.sum(axis=1, keepdims=True)
+            difference = logits[chunk] - expected
             difference -= np.einsum("rv,rv->r", shares, difference)[:, None]
             mean = np.einsum("rv,rv->r", shares, difference, dtype=np.float64)
             grown = np.einsum("rv,rv->r", shares, np.expm1(difference), dtype=np.float64)
-            total += float(np.sum(np.log1p(grown) - mean))
-        mean_kl = max(total / len(logits), 0.0)
-        return mean_kl if np.isfinite(mean_kl) else np.inf
+            divergences[chunk] = np.log1p(grown) - mean
+        return divergences
+
+
+def mean_of(divergences: NDArray[np.float64]) -> float:
+    """Return the mean of the KL divergences of rows; infinite if it is not a number."""
+    mean = max(float(divergences.mean()), 0.0)
+    return mean if np.isfinite(mean) else np.inf
+
+
+def is_certain(divergences: NDArray[np.float64]) -> bool:
+    """Whether more rows would hardly change on which side of the limit the mean error is.
+
+    The limit must be three standard deviations of the mean away, and there must be enough rows to
+    know this deviation. The result depends on the errors only, so that it is the same on each
+    machine.
+    """
+    if len(divergences) < _MIN_CERTAIN_ROWS:
+        return False
+    margin = _CERTAIN_DEVIATIONS * float(divergences.std()) / float(np.sqrt(len(divergences)))
+    distance = abs(float(divergences.mean()) - _MAX_MEAN_KL)
+    return distance > margin
 
 
 def _chunks(logits: Array) -> list[slice]:

@@ -9,6 +9,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+import numpy as np
 from msgspec.structs import replace
 
 from twostroke.backends.activation_bits import (
@@ -20,10 +21,12 @@ from twostroke.backends.activation_bits import (
     checking_text,
     choose,
     choosing_text,
+    is_certain,
+    mean_of,
     products_of,
 )
 from twostroke.backends.cpu import CpuBackend
-from twostroke.backends.create import is_native
+from twostroke.backends.create import is_native, packed_store
 from twostroke.core import env
 from twostroke.core.errors import TwostrokeError
 from twostroke.core.hardware import resolve_num_threads
@@ -34,10 +37,9 @@ from twostroke.model.loader import build_tokenizer
 from twostroke.model.weights import weights_identity
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from twostroke.backends.activation_bits import Product
@@ -56,6 +58,7 @@ _MIN_CHOOSING_TOKENS, _MAX_CHOOSING_TOKENS = 64, 256
 _CHOOSING_WORK = 0.5e12  # tokens times weights that a token reads, at most, for large models
 _MIN_CHECKING_TOKENS = 128
 _CHECKING_WORK = 2e12
+_KEPT_LOGITS_BYTES = 256 << 20  # of the checking text, for further checks
 note = logging.getLogger("twostroke.engine").info
 
 
@@ -138,18 +141,13 @@ def _choose(
         num_threads=resolve_num_threads(compute.num_threads),
         level=compute.level,
         release=loaded.release,
+        packed_store=packed_store(compute, loaded.file_stamp),
     )
 
     def score(bits: Mapping[str, int], num_tokens: int | None) -> NDArray[np.float32]:
         return backend.score_with(bits, tokens[:num_tokens])
 
-    def check(bits: Mapping[str, int]) -> float:
-        total = 0.0
-        for chunk in chunks:  # keeps the logits of only one chunk in memory
-            expected = ExpectedLogits(backend.score_with({}, chunk))
-            total += len(chunk) * expected.divergence(backend.score_with(bits, chunk))
-        return total / sum(map(len, chunks))
-
+    check = _CheckingText(backend, chunks, stops_early=is_large).mean_error
     try:
         check_backend(backend)
         effort = QUICK_SEARCH if is_large else FULL_SEARCH
@@ -157,6 +155,37 @@ def _choose(
     finally:
         backend.close()
         return_freed_memory()
+
+
+class _CheckingText:
+    """The longer text on which choices of activation bits are checked, in chunks."""
+
+    def __init__(
+        self, backend: CpuBackend, chunks: Sequence[Sequence[int]], *, stops_early: bool
+    ) -> None:
+        """Set the chunks of the text; with `stops_early`, only as many are used as are needed."""
+        self._backend, self._chunks, self._stops_early = backend, chunks, stops_early
+        self._expected: dict[int, ExpectedLogits] = {}  # by the number of the chunk
+
+    def mean_error(self, bits: Mapping[str, int]) -> float:
+        """Return the mean KL divergence on the text; `bits` is as in `choose`."""
+        errors = np.empty(0)
+        for number, chunk in enumerate(self._chunks):
+            expected = self._expected_logits(number)
+            new_errors = expected.divergences(self._backend.score_with(bits, chunk))
+            errors = np.concatenate([errors, new_errors])
+            if self._stops_early and is_certain(errors):
+                break
+        return mean_of(errors)
+
+    def _expected_logits(self, number: int) -> ExpectedLogits:
+        """Return the logits of a chunk with 15 bits. The first chunks' logits are kept."""
+        if number in self._expected:
+            return self._expected[number]
+        expected = ExpectedLogits(self._backend.score_with({}, self._chunks[number]))
+        if sum(logits.num_bytes for logits in self._expected.values()) < _KEPT_LOGITS_BYTES:
+            self._expected[number] = expected
+        return expected
 
 
 def _shipped(model_id: str) -> ActivationBits | None:
