@@ -106,18 +106,18 @@ def summary(goal: Goal, record: Record | None) -> str:
     """Return our figure, the best peer's and the ratio, or a dash."""
     if record is None or (ours := record.best(OURS)) is None:
         return _NOT_MEASURED
-    own = _figure(ours.median, record.unit)
+    own_figure = _figure(ours.median, record.unit)
     peer = record.peers[0] if record.peers else None
     best = record.best(peer) if peer else None
     if peer is None or best is None:
-        return own
+        return own_figure
     bare = record.others.get("bare_tokens_per_s") if goal.bare else None
     share = f", {ours.median / median(bare):.0%} of the bare engine" if bare else ""
     theirs = _figure(best.median, record.unit).partition(" ")[0]
     others = [record.ratio(peer, ours_with(bits)) for bits in (AUTO_BITS, 8)]
-    shown = ", ".join(_NOT_MEASURED if other is None else f"{other:.2f}" for other in others)
-    with_others = f" ({shown})" if any(others) else ""
-    return f"{own}, {peer} {theirs}: **{record.ratio(peer):.2f}**{with_others}{share}"
+    ratios_text = ", ".join(_NOT_MEASURED if other is None else f"{other:.2f}" for other in others)
+    with_others = f" ({ratios_text})" if any(others) else ""
+    return f"{own_figure}, {peer} {theirs}: **{record.ratio(peer):.2f}**{with_others}{share}"
 
 
 def _speculation(machines: dict[str, list[Record]]) -> Iterator[str]:
@@ -129,18 +129,20 @@ def _speculation(machines: dict[str, list[Record]]) -> Iterator[str]:
     ]
     if not measured:
         return
-    _, machine = max(measured, key=lambda one: _newest(one[0]))
-    chosen = [result for result, name in measured if name == machine]
-    streams = sorted({line.streams for result in chosen for line in result.lines})
+    _, machine = max(measured, key=lambda name_and_machine: _newest(name_and_machine[0]))
+    machine_results = [result for result, name in measured if name == machine]
+    streams = sorted({line.streams for result in machine_results for line in result.lines})
     rows = []
-    for result in chosen:
+    for result in machine_results:
         by_task: dict[str, dict[int, float]] = {}
         for line in result.lines:
             by_task.setdefault(line.task, {})[line.streams] = line.steady
         for task, ratios in by_task.items():
             cells = (f"{ratios[n]:.2f}" if n in ratios else _NOT_MEASURED for n in streams)
             rows.append((f"{result.name}: {task}", *cells))
-    newest = max((line.facts for row in chosen for line in row.lines), key=lambda f: str(f["date"]))
+    newest = max(
+        (line.facts for row in machine_results for line in row.lines), key=lambda f: str(f["date"])
+    )
     yield _SPECULATION
     yield table(("", *(f"{n} streams" if n > 1 else "1 stream" for n in streams)), rows) + "\n"
     yield f"{caption(newest)}. Command: `make bench WHAT=speculation`.\n"

@@ -90,10 +90,10 @@ def rounds(request: pytest.FixtureRequest) -> int:
 @pytest.fixture(scope="module")
 def few_questions() -> Iterator[int]:
     """Reports of rounded models ask every sixth question only; returns how many that are."""
-    asked = questions.questions()[::6]
+    chosen_questions = questions.questions()[::6]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(questions, "questions", lambda: asked)
-        yield len(asked)
+        patch.setattr(questions, "questions", lambda: chosen_questions)
+        yield len(chosen_questions)
 
 
 @pytest.fixture(scope="session")

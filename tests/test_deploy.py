@@ -65,9 +65,9 @@ def unit() -> str:
 
 @pytest.mark.parametrize("where", commands())
 def test_commands_and_their_options_are_known(where: str) -> None:
-    name, *given = commands()[where]
+    name, *arguments = commands()[where]
     command = importlib.import_module(f"twostroke.cli.{name}").command
-    params = command.make_context(name, given).params
+    params = command.make_context(name, arguments).params
     assert params.get("model") or params.get("models") or params.get("discover")
 
 

@@ -134,10 +134,10 @@ def test_every_environment_variable_is_documented() -> None:
 
 def test_no_test_sets_the_clock_of_other_threads() -> None:
     """The server of another test in the same process would sleep until that clock's time."""
-    own = re.compile(r"""setattr\(\s*["']?([\w.]+\.)?time["']?[.,]\s*["']?monotonic""")
-    assert own.search('patch.setattr(hardware.time, "monotonic", clock)')
+    clock_patch = re.compile(r"""setattr\(\s*["']?([\w.]+\.)?time["']?[.,]\s*["']?monotonic""")
+    assert clock_patch.search('patch.setattr(hardware.time, "monotonic", clock)')
     tests = [path for path in (ROOT / "tests").rglob("*.py") if path.name != "test_house.py"]
-    assert not [path.name for path in tests if own.search(path.read_text())]
+    assert not [path.name for path in tests if clock_patch.search(path.read_text())]
 
 
 def test_every_source_file_states_its_job() -> None:
@@ -202,11 +202,11 @@ def test_version_is_the_newest_in_the_changelog() -> None:
 
 def test_every_dependency_has_its_reason_in_the_readme() -> None:
     extras = PROJECT["optional-dependencies"]
-    wanted = [
+    requirements = [
         *PROJECT["dependencies"],
         *(requirement for name in extras if name != "dev" for requirement in extras[name]),
     ]
-    named = {re.split(r"[<>=!~\[; ]", requirement)[0] for requirement in wanted}
+    named = {re.split(r"[<>=!~\[; ]", requirement)[0] for requirement in requirements}
     section = README.split("## What it stands on")[1].split("\n## ")[0]
     assert set(re.findall(r"^\| `([a-z_0-9-]+)`", section, re.MULTILINE)) == named
 
@@ -430,7 +430,7 @@ COUNTED_NOUNS = (
     "vectors|weights"
 )
 # A plural after at most two words, such as " prompt tokens"; not a rate, such as " tokens/s".
-COUNTED = re.compile(rf" (?:(?!of |and )[a-zA-Z-]+ ){{0,2}}(?:{COUNTED_NOUNS})\b(?!/)")
+COUNT_PATTERN = re.compile(rf" (?:(?!of |and )[a-zA-Z-]+ ){{0,2}}(?:{COUNTED_NOUNS})\b(?!/)")
 COUNT = re.compile(r"(?!counted_noun)(?:.*\b(?:num_\w+|count|total|limit|length)|len\(.*\))$")
 
 
@@ -448,7 +448,7 @@ def uncounted_nouns(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 continue
             form = ast.unparse(value.format_spec) if value.format_spec else ""
             is_count = "." not in form and "%" not in form and COUNT.match(ast.unparse(value.value))
-            if is_count and COUNTED.match(text):
+            if is_count and COUNT_PATTERN.match(text):
                 yield value.lineno, ast.unparse(node)
 
 

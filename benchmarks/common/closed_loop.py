@@ -26,7 +26,7 @@ class Loop:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class LoadResult:
     """What a closed loop saw from outside, each client's first request left out: the ramp.
 
     `tokens_per_s` counts by time stamp from the last client's first answer to the first client's
@@ -67,7 +67,7 @@ class _Answer:
         return self.stamps[-1][0]
 
 
-async def run(ask: Ask, prompts: Sequence[Sequence[int]], loop: Loop) -> Served:
+async def run(ask: Ask, prompts: Sequence[Sequence[int]], loop: Loop) -> LoadResult:
     """Let the clients share the prompts out among themselves, and ask.
 
     Raises:
@@ -79,22 +79,22 @@ async def run(ask: Ask, prompts: Sequence[Sequence[int]], loop: Loop) -> Served:
     start_s, began_cpu = time.monotonic(), time.process_time()
     shares = [prompts[client :: loop.num_clients] for client in range(loop.num_clients)]
     clients = await asyncio.gather(*(_client(ask, share, loop.num_tokens) for share in shares))
-    ended, ended_cpu = time.monotonic(), time.process_time()
+    end_s, ended_cpu = time.monotonic(), time.process_time()
     window = max(client[0].ended_s for client in clients), min(c[-1].ended_s for c in clients)
-    counted = [answer for client in clients for answer in client[1:]]
+    counted_answers = [answer for client in clients for answer in client[1:]]
     stamps = [stamp for client in clients for answer in client for stamp in answer.stamps]
     tokens = sum(count for at, count in stamps if window[0] < at <= window[1])
-    return Served(
+    return LoadResult(
         tokens_per_s=tokens / (window[1] - window[0]),
-        ttfts_s=[answer.stamps[0][0] - answer.sent_s for answer in counted],
+        ttfts_s=[answer.stamps[0][0] - answer.sent_s for answer in counted_answers],
         gaps_s=[
             later[0] - earlier[0]
-            for answer in counted
+            for answer in counted_answers
             for earlier, later in pairwise(answer.stamps)
         ],
         client_s=ended_cpu - began_cpu,
-        wall_s=ended - start_s,
-        num_requests=len(counted),
+        wall_s=end_s - start_s,
+        num_requests=len(counted_answers),
     )
 
 

@@ -48,20 +48,20 @@ def _tensors() -> dict[str, QuantTensor]:
     queries, keys, vocabulary_size = _HEADS * _HEAD_DIM, _KV_HEADS * _HEAD_DIM, len(vocabulary()[0])
     tensors = {
         "token_embd.weight": random_matrix(rng, vocabulary_size, _WIDTH, deviation=1.0),
-        "output_norm.weight": ones(_WIDTH),
+        "output_norm.weight": ones_tensor(_WIDTH),
         "output.weight": random_matrix(rng, vocabulary_size, _WIDTH),
     }
     for layer in range(_LAYERS):
         router = rng.standard_normal((_EXPERTS, _WIDTH)) * _WIDTH**-0.5
         named = {
-            "attn_norm": ones(_WIDTH),
+            "attn_norm": ones_tensor(_WIDTH),
             "attn_q": random_matrix(rng, queries, _WIDTH),
             "attn_k": random_matrix(rng, keys, _WIDTH),
             "attn_v": random_matrix(rng, keys, _WIDTH),
             "attn_output": random_matrix(rng, _WIDTH, queries),
-            "attn_q_norm": ones(_HEAD_DIM),
-            "attn_k_norm": ones(_HEAD_DIM),
-            "ffn_norm": ones(_WIDTH),
+            "attn_q_norm": ones_tensor(_HEAD_DIM),
+            "attn_k_norm": ones_tensor(_HEAD_DIM),
+            "ffn_norm": ones_tensor(_WIDTH),
             "ffn_gate_inp": QuantTensor.from_floats(router.astype(np.float32), FORMATS["F32"]),
             "ffn_gate_exps": random_matrix(rng, _EXPERTS, _FFN, _WIDTH),
             "ffn_up_exps": random_matrix(rng, _EXPERTS, _FFN, _WIDTH),
@@ -87,6 +87,6 @@ def random_matrix(
     return QuantTensor(fmt, shape, blocks.reshape(int(np.prod(shape[:-1])), -1))
 
 
-def ones(width: int) -> QuantTensor:
+def ones_tensor(width: int) -> QuantTensor:
     """Return the weights of a norm that changes nothing."""
     return QuantTensor.from_floats(np.ones(width, np.float32), FORMATS["F32"])

@@ -105,8 +105,8 @@ def installed_size() -> InstalledSize:
         )
         files = [path for path in Path(folder).rglob("*") if not path.is_symlink()]
         packages = next(Path(folder).glob("lib/python*/site-packages"))
-        own = [path for path in files if not _is_installer(path, packages)]
-        return InstalledSize(_disk_bytes(files), _disk_bytes(own), install_s)
+        package_files = [path for path in files if not _is_installer(path, packages)]
+        return InstalledSize(_disk_bytes(files), _disk_bytes(package_files), install_s)
 
 
 def build_s() -> float:
@@ -125,20 +125,20 @@ def build_s() -> float:
         return time.monotonic() - start_s
 
 
-def generate_command(model: str, *more: str) -> list[str]:
+def generate_command(model: str, *more_options: str) -> list[str]:
     """Return the command that answers a prompt in a fresh process."""
     program = shutil.which("twostroke", path=str(_BIN))
     start = (
         [program] if program else [sys.executable, "-c", "from twostroke.cli import main; main()"]
     )
-    return [*start, "generate", model, "--temperature", "0", "--quiet", *more]
+    return [*start, "generate", model, "--temperature", "0", "--quiet", *more_options]
 
 
-def _drain(process: subprocess.Popen[bytes], began: float, firsts: list[float]) -> None:
+def _drain(process: subprocess.Popen[bytes], start_s: float, firsts: list[float]) -> None:
     """Note when the first byte comes, and take the rest."""
     assert process.stdout is not None
     if process.stdout.read(1):
-        firsts.append(time.monotonic() - began)
+        firsts.append(time.monotonic() - start_s)
     process.stdout.read()
 
 

@@ -70,7 +70,7 @@ GOALS = (
 )
 
 
-def rows_of(model: str, known: list[str]) -> list[str]:
-    """Return the rows that a model has goals for, of those `known`; a usual few if it has none."""
-    rows = [goal.row for goal in GOALS if goal.model == model and goal.row in known]
-    return rows or [row for row in ("decode-1", "decode-16", "prefill-512") if row in known]
+def rows_of(model: str, known_rows: list[str]) -> list[str]:
+    """Return the `known_rows` that a model has goals for; a usual few if it has no goals."""
+    rows = [goal.row for goal in GOALS if goal.model == model and goal.row in known_rows]
+    return rows or [row for row in ("decode-1", "decode-16", "prefill-512") if row in known_rows]

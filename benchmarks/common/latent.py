@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from benchmarks.common.experts import ones, random_matrix
+from benchmarks.common.experts import ones_tensor, random_matrix
 from support.gguf_writer import write_gguf
 from support.tiny import tiny_metadata, tiny_of, vocabulary
 from twostroke.model.quant import FORMATS, QuantTensor
@@ -61,20 +61,20 @@ def _tensors(num_layers: int) -> Iterator[tuple[str, QuantTensor]]:
 
     vocab = len(vocabulary()[0])
     yield "token_embd.weight", random_matrix(rng, vocab, _WIDTH, deviation=1.0)
-    yield "output_norm.weight", ones(_WIDTH)
+    yield "output_norm.weight", ones_tensor(_WIDTH)
     yield "output.weight", matrix(vocab, _WIDTH)
     for layer in range(num_layers):
         parts = {
-            "attn_norm": ones(_WIDTH),
+            "attn_norm": ones_tensor(_WIDTH),
             "attn_q_a": matrix(_QUERY_RANK, _WIDTH),
-            "attn_q_a_norm": ones(_QUERY_RANK),
+            "attn_q_a_norm": ones_tensor(_QUERY_RANK),
             "attn_q_b": matrix(_HEADS * (_KEY + _ROTATED), _QUERY_RANK),
             "attn_kv_a_mqa": matrix(_RANK + _ROTATED, _WIDTH),
-            "attn_kv_a_norm": ones(_RANK),
+            "attn_kv_a_norm": ones_tensor(_RANK),
             "attn_k_b": _floats(rng, _HEADS, _RANK, _KEY),
             "attn_v_b": _floats(rng, _HEADS, _VALUE, _RANK),
             "attn_output": matrix(_WIDTH, _HEADS * _VALUE),
-            "ffn_norm": ones(_WIDTH),
+            "ffn_norm": ones_tensor(_WIDTH),
         }
         if layer == 0:
             parts |= _feed_forward(matrix, "", _FFN)

@@ -75,8 +75,21 @@ def two_hosts(num_pairs: int = 1) -> Iterator[Hosts]:
 
 def _join(hosts: Hosts, pair: int) -> None:
     ends = [(name, hosts.interface(host, pair)) for host, name in enumerate(hosts.names)]
-    (first, one), (second, other) = ends
-    _ip("link", "add", one, "netns", first, "type", "veth", "peer", "name", other, "netns", second)
+    (first, first_namespace), (second, other) = ends
+    _ip(
+        "link",
+        "add",
+        first_namespace,
+        "netns",
+        first,
+        "type",
+        "veth",
+        "peer",
+        "name",
+        other,
+        "netns",
+        second,
+    )
     for host, (name, interface) in enumerate(ends):
         address = f"{_NETWORK}.{pair}.{host + 1}/24"
         _ip("-n", name, "address", "add", address, "dev", interface)

@@ -60,12 +60,12 @@ def family_bytes(pid: int) -> int:
 def descendants(pid: int) -> list[int]:
     """Return the processes below one; ended ones as long as nobody waited for them."""
     children: dict[int, list[int]] = {}
-    for one in (int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()):
-        if words := _stat(one):
-            children.setdefault(int(words[1]), []).append(one)
+    for process_id in (int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()):
+        if words := _stat(process_id):
+            children.setdefault(int(words[1]), []).append(process_id)
     result = [pid]
-    for one in result:
-        result += children.get(one, [])
+    for process_id in result:
+        result += children.get(process_id, [])
     return result[1:]
 
 

@@ -68,10 +68,10 @@ def machine_facts() -> dict[str, Any]:
     }
 
 
-def caption(facts: dict[str, Any], *more: str) -> str:
+def caption(facts: dict[str, Any], *more_facts: str) -> str:
     """Return the facts as the line under a table."""
     parts = [facts["date"], f"{facts['processor']}, {facts['cores']} cores"]
-    return " · ".join([*parts, *more, f"commit {facts['commit']}"])
+    return " · ".join([*parts, *more_facts, f"commit {facts['commit']}"])
 
 
 def save(name: str, result: dict[str, Any], text: str) -> None:

@@ -30,7 +30,7 @@ class FreshPrompts:
         """Take prompts from `tokens`; the same seed gives the same prompts."""
         self._tokens = tokens
         self._random = random.Random(seed)
-        self._kept: dict[tuple[int, int], list[int]] = {}
+        self._kept_prompts: dict[tuple[int, int], list[int]] = {}
 
     def job(self, work: Work) -> list[list[int]]:
         """Return a prompt for each stream of a row, fresh from its `kept_length` on."""
@@ -51,6 +51,6 @@ class FreshPrompts:
 
     def _keep(self, stream: int, length: int) -> list[int]:
         """Return a stream's tokens that are the same in each round, and in no other stream."""
-        if length and (stream, length) not in self._kept:
-            self._kept[stream, length] = self.take(length)
-        return self._kept.get((stream, length), [])
+        if length and (stream, length) not in self._kept_prompts:
+            self._kept_prompts[stream, length] = self.take(length)
+        return self._kept_prompts.get((stream, length), [])

@@ -59,19 +59,19 @@ class Timing:
 
     @classmethod
     def of_stamps(
-        cls, prompts: list[list[int]], began: float, stamps: list[Stamps], first_tokens: list[int]
+        cls, prompts: list[list[int]], start_s: float, stamps: list[Stamps], first_tokens: list[int]
     ) -> Timing:
         """Derive the times of a job from its start and from when each stream's tokens came."""
         all_began = max(stream[0][0] for stream in stamps)
         first_ended = min(stream[-1][0] for stream in stamps)
         return cls(
             prompt_tokens=sum(map(len, prompts)),
-            prefill_s=all_began - began,
+            prefill_s=all_began - start_s,
             decode_tokens=sum(
                 count for stream in stamps for at, count in stream if all_began < at <= first_ended
             ),
             decode_s=first_ended - all_began,
-            wall_s=max(stream[-1][0] for stream in stamps) - began,
+            wall_s=max(stream[-1][0] for stream in stamps) - start_s,
             first_tokens=first_tokens,
         )
 

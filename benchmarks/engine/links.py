@@ -98,7 +98,9 @@ def _measure(kind: str, hosts: Hosts | None, options: argparse.Namespace) -> str
         return (outputs[0][1].strip().splitlines() or ["said nothing"])[-1]
     medians = [statistics.median(times) for times in json.loads(lines[-1])]
     lowest = [min(times) for times in json.loads(lines[-1])]
-    cells = [f"{m * 1e6:.0f} ({least * 1e6:.0f})" for m, least in zip(medians, lowest, strict=True)]
+    cells = [
+        f"{m * 1e6:.0f} ({lowest_s * 1e6:.0f})" for m, lowest_s in zip(medians, lowest, strict=True)
+    ]
     return " | ".join([*cells, f"{SIZES[-1] / medians[-1] / 1e9:.2f}"])
 
 
@@ -130,9 +132,9 @@ def _rank(options: argparse.Namespace) -> None:
     if options.kinds == ["mpi"]:
         _mpi_rank()
         return
-    place = read_launcher_env()
-    assert place is not None
-    rank = place.rank
+    launcher_env = read_launcher_env()
+    assert launcher_env is not None
+    rank = launcher_env.rank
     level = choose_level(None).level
     link = open_link(options.kinds[0], rank, 2, level, options.host)
     if rank == 0:
@@ -155,11 +157,11 @@ def _mpi_rank() -> None:
     world = MPI.COMM_WORLD
 
     def gather_of_mpi(size: int) -> Callable[[bool], bool]:
-        own, everything = bytearray(size // 2), bytearray(size)
+        own_part, everything = bytearray(size // 2), bytearray(size)
 
-        def gather(again: bool) -> bool:  # noqa: FBT001 - as below
-            own[0] = again
-            world.Allgather([own, MPI.BYTE], [everything, MPI.BYTE])
+        def gather(is_repeated: bool) -> bool:  # noqa: FBT001 - as below
+            own_part[0] = is_repeated
+            world.Allgather([own_part, MPI.BYTE], [everything, MPI.BYTE])
             return bool(everything[0])
 
         return gather
@@ -173,13 +175,13 @@ def gather_of(link: HostLink, size: int) -> Callable[[bool], bool]:
     """Return what gathers `size` bytes of two ranks; True means another time, as rank 0 says."""
     half = size // 2
     team, sizes = (ctypes.c_int32 * 2)(0, 1), (ctypes.c_int64 * 2)(half, half)
-    own = (ctypes.c_uint8 * half)()
+    own_part = (ctypes.c_uint8 * half)()
     everything = (ctypes.c_uint8 * size)()
     record = link.record
 
-    def gather(again: bool) -> bool:  # noqa: FBT001 - rank 0's decision, which all learn
-        own[0] = again
-        assert record.all_gather(record.context, team, 2, own, everything, sizes) == 0
+    def gather(is_repeated: bool) -> bool:  # noqa: FBT001 - rank 0's decision, which all learn
+        own_part[0] = is_repeated
+        assert record.all_gather(record.context, team, 2, own_part, everything, sizes) == 0
         return bool(everything[0])
 
     return gather
@@ -189,10 +191,10 @@ def _times(gather: Callable[[bool], bool]) -> list[float]:
     """Return the seconds of one gather after another, the first ones left out."""
     times: list[float] = []
     end = time.perf_counter() + _SECONDS
-    again = True
-    while again:
+    is_repeated = True
+    while is_repeated:
         start = time.perf_counter()
-        again = gather(start < end)
+        is_repeated = gather(start < end)
         times.append(time.perf_counter() - start)
     return times[len(times) // 10 :]
 

@@ -25,7 +25,7 @@ def run_job(client: Client, prompts: Sequence[list[int]], num_tokens: int) -> Ti
 
 def run_loop(
     client: Client, prompts: Sequence[list[int]], loop: closed_loop.Loop
-) -> closed_loop.Served:
+) -> closed_loop.LoadResult:
     """Answer prompts for a closed loop of clients in this process, without a server."""
     params = SamplingParams(max_tokens=loop.num_tokens, temperature=0.0, ignore_eos=True)
 

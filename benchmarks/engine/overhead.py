@@ -103,8 +103,8 @@ class Run:
 
 def measure(card: ModelCard, facts: BackendFacts, num_streams: int) -> Run:
     """Answer `num_streams` requests together, and divide by the number of decode steps."""
-    places = -(-card.context_length // facts.page_size)
-    backend = FreeBackend(facts, places, card.cost.program.vocab_size)
+    num_pages = -(-card.context_length // facts.page_size)
+    backend = FreeBackend(facts, num_pages, card.cost.program.vocab_size)
     pool = PagePool(facts.num_pages, facts.page_size, facts.windows)
     config = SchedulerConfig(context_length=card.context_length, max_running=num_streams)
     scheduler = Scheduler(config, pool, PrefixIndex(pool), make_policy(BatchOptions()))
@@ -119,7 +119,7 @@ def measure(card: ModelCard, facts: BackendFacts, num_streams: int) -> Run:
         all_s = (time.process_time() - before_s) / len(backend.began_s)
     finally:
         loop.close()
-    steps_s = [later - began for began, later in pairwise(backend.began_s)]
+    steps_s = [later - begin_s for begin_s, later in pairwise(backend.began_s)]
     return Run(statistics.median(steps_s), all_s - statistics.fmean(steps_s))
 
 

@@ -54,10 +54,10 @@ def main() -> None:
             for model in dict.fromkeys(case.model for case in ROWS[name].cases):
                 if args.models and model not in args.models:
                     continue
-                rows, held = _measure_model(name, model, args, Path(folder))
+                rows, model_memory = _measure_model(name, model, args, Path(folder))
                 lines += [line for line, _ in rows]
                 results += [result for _, result in rows]
-                memory += held
+                memory += model_memory
     facts = machine_facts()
     limits = [result["limits"] for result in results if result["limits"]]
     machine = ", ".join(dict.fromkeys(map(_limits, limits))) or "limits unknown"
@@ -108,7 +108,7 @@ def _result(
     ratios = [ours / theirs for ours, theirs in zip(divided, base, strict=False)]
     if others:
         pairs = zip(ratios, others[1], others[0], strict=False)
-        ratios = [ratio / (theirs / whole) for ratio, theirs, whole in pairs]
+        ratios = [ratio / (theirs / whole_rate) for ratio, theirs, whole_rate in pairs]
     timings = row.timings.get(sides[1].name, [])
     seconds = [t.prefill_s if row.work.is_prefill else t.decode_s for t in timings]
     share = median([t.collective_s / s for t, s in zip(timings, seconds, strict=True)] or [0.0])
@@ -146,24 +146,26 @@ def _result(
     return parallel_report.line(record), {**figures, "speed": row.as_json()}
 
 
-def _memory(title: str, one: Side, divided: Side) -> list[tuple[str, ...]]:
+def _memory(title: str, whole_side: Side, divided: Side) -> list[tuple[str, ...]]:
     """Return a line for each rank: what it holds, as a share of what one process holds.
 
     Of the processes' memory, what an interpreter has without a model is a part on both sides.
     """
-    whole, facts = one.about["facts"], divided.about["facts"]
+    whole_facts, facts = whole_side.about["facts"], divided.about["facts"]
     if not facts.get("ranks"):
         return []
-    alone, *others = one.worker.call("memory")["processes"]
+    alone, *others = whole_side.worker.call("memory")["processes"]
     if others:  # the base has several ranks, too
         return []
     lines = []
     every = divided.worker.call("memory")["processes"]  # rank 0's alone if it has not started them
-    for rank, held in zip(facts["ranks"], every, strict=False):
+    for rank, rank_bytes in zip(facts["ranks"], every, strict=False):
         names = ("weight_bytes", "cache_bytes")
-        sizes = [(rank[name], whole[name]) for name in names] + [(held, alone)]
-        cells = [f"{own / 1e6:,.1f} MB, {own / all_:.1%}" for own, all_ in sizes]
-        share = sum(rank[name] for name in names) / sum(whole[name] for name in names)
+        sizes = [(rank[name], whole_facts[name]) for name in names] + [(rank_bytes, alone)]
+        cells = [
+            f"{part_bytes / 1e6:,.1f} MB, {part_bytes / all_:.1%}" for part_bytes, all_ in sizes
+        ]
+        share = sum(rank[name] for name in names) / sum(whole_facts[name] for name in names)
         lines.append((f"{title}: rank {rank['rank']}", *cells[:2], f"{share:.1%}", cells[2]))
     return lines
 

@@ -17,7 +17,7 @@ HEADER = (
     "in collectives", "predicted", "ranks wait", "disturbed runs",
 )  # fmt: skip
 _NOT_MEASURED = "–"
-_ONE = "one process"
+_ONE_PROCESS = "one process"
 
 
 def line(record: Record) -> tuple[str, ...]:
@@ -26,10 +26,10 @@ def line(record: Record) -> tuple[str, ...]:
     ratios, case = figures["ratios"], figures["case"]
     expected = figures["expected"]
     sides = [name.partition(", ")[2] for name in names[:2]]
-    what = case["title"] if sides[0] == _ONE else " beside ".join([sides[1], sides[0]])
-    what = f"{record.model}, {what}, {figures['link'] or 'no link'}"
+    title = case["title"] if sides[0] == _ONE_PROCESS else " beside ".join([sides[1], sides[0]])
+    title = f"{record.model}, {title}, {figures['link'] or 'no link'}"
     return (
-        ": ".join([what, record.name.partition(": ")[2]]),
+        ": ".join([title, record.name.partition(": ")[2]]),
         *(_speed(record, name) for name in names[:2]),
         f"{figures['ratio']:.3f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else "–",
         f"{case['at_least']:g}",

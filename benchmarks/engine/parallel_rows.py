@@ -57,7 +57,7 @@ def path_of(model: str) -> str:
 
 def _on_one_host(path: str, case: Case, args: argparse.Namespace, folder: Path) -> Iterator[Side]:
     del args
-    yield _one(path, folder)
+    yield _one_process(path, folder)
     yield _ours(case.title, path, folder, case.degrees)
 
 
@@ -71,7 +71,7 @@ def _beside_heads(path: str, case: Case, args: argparse.Namespace, folder: Path)
 
 def _over_network(path: str, case: Case, args: argparse.Namespace, folder: Path) -> Iterator[Side]:
     del args
-    yield _one(path, folder)
+    yield _one_process(path, folder)
     launcher = (sys.executable, "-m", "benchmarks.engine.two_hosts")
     yield _ours(case.title, path, folder, case.degrees, launcher)
 
@@ -99,10 +99,10 @@ def _before_and_after(
     command = ["env", "--chdir", str(args.before), str(python)]
     command += ["-m", "benchmarks.peers.worker_twostroke", path, "--threads", str(_THREADS)]
     yield Side(name, Worker(name, command, folder / f"{name}.log"))
-    yield _one(path, folder)
+    yield _one_process(path, folder)
 
 
-def _one(path: str, folder: Path) -> Side:
+def _one_process(path: str, folder: Path) -> Side:
     return _ours("one process", path, folder, {})
 
 
@@ -119,7 +119,9 @@ def _cases(
     title: str, degrees: dict[str, Any], *cases: tuple[str, tuple[str, ...], float]
 ) -> tuple[Case, ...]:
     return tuple(
-        Case(title, model, work, least, degrees) for model, works, least in cases for work in works
+        Case(title, model, work, min_degree, degrees)
+        for model, works, min_degree in cases
+        for work in works
     )
 
 

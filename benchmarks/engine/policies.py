@@ -99,13 +99,13 @@ def _replay(client: Client, policy: str, trace: Sequence[Arrival]) -> PolicyResu
         answer.timings.first_token_s - start_s - arrival.at_s
         for answer, arrival in zip(answers, trace, strict=True)
     )
-    ended = max(answer.timings.last_token_s for answer in answers)
+    end_s = max(answer.timings.last_token_s for answer in answers)
     return PolicyResult(
         policy=policy,
         ttft_p50_s=statistics.median(ttfts),
         ttft_p95_s=statistics.quantiles(ttfts, n=20, method="inclusive")[-1],
         ttft_max_s=ttfts[-1],
-        tokens_per_s=sum(arrival.num_tokens for arrival in trace) / (ended - start_s),
+        tokens_per_s=sum(arrival.num_tokens for arrival in trace) / (end_s - start_s),
         lateness_s=lateness,
         answers=[answer.token_ids for answer in answers],
     )

@@ -179,8 +179,10 @@ def main() -> None:
             figures = (hybrid.prompt, plain.computed, hybrid.computed)
             rows.append((name, *(f"{figure:,}" for figure in figures), f"{100 * share:.1f}%"))
     columns = ("chats", "prompt tokens", "computed, plain", "computed, hybrid", "more")
-    asked = f"{result['slots']} slots for recurrent states. Asked: at most {100 * _MAX_SHARE:g}% of"
-    text = [f"{asked} the prompt tokens are computed more.", "", table(columns, rows), ""]
+    caption_text = (
+        f"{result['slots']} slots for recurrent states. Asked: at most {100 * _MAX_SHARE:g}% of"
+    )
+    text = [f"{caption_text} the prompt tokens are computed more.", "", table(columns, rows), ""]
     save("recurrent-prefixes", result, "\n".join([*text, caption(result)]))
 
 

@@ -27,8 +27,8 @@ import numpy as np
 from benchmarks.common.quiet import MAX_SHARE, Watch
 from benchmarks.common.report import note, positive
 from benchmarks.engine.speculation_results import (
-    Chosen,
     Line,
+    PredictionResult,
     SpeculationResult,
     describe_smallest_gain,
     load_result,
@@ -141,17 +141,21 @@ class Usual:
             for step in run.steps:
                 cells[step.num_rows, number].append(step.step_s)
                 often[step.num_rows] += 1
-        least = min(_OFTEN, max(often.values()))
-        places = {rows: i for i, rows in enumerate(r for r in often if often[r] >= least)}
-        known = [(places[rows], number, t) for (rows, number), t in cells.items() if rows in places]
-        weights = np.sqrt([len(times) for *_, times in known])
-        sums = np.zeros((len(known), len(places) + len(runs)))
-        for equation, (place, number, _) in enumerate(known):
-            sums[equation, [place, len(places) + number]] = weights[equation]
-        medians = np.log([median(times) for *_, times in known])
+        min_count = min(_OFTEN, max(often.values()))
+        row_indices = {rows: i for i, rows in enumerate(r for r in often if often[r] >= min_count)}
+        frequent_cells = [
+            (row_indices[rows], number, t)
+            for (rows, number), t in cells.items()
+            if rows in row_indices
+        ]
+        weights = np.sqrt([len(times) for *_, times in frequent_cells])
+        sums = np.zeros((len(frequent_cells), len(row_indices) + len(runs)))
+        for equation, (row_index, number, _) in enumerate(frequent_cells):
+            sums[equation, [row_index, len(row_indices) + number]] = weights[equation]
+        medians = np.log([median(times) for *_, times in frequent_cells])
         fitted = np.exp(np.linalg.lstsq(sums, medians * weights)[0])
-        self._times = {rows: float(fitted[place]) for rows, place in places.items()}
-        self._slow = {id(run): float(fitted[len(places) + n]) for n, run in enumerate(runs)}
+        self._times = {rows: float(fitted[row_index]) for rows, row_index in row_indices.items()}
+        self._slow = {id(run): float(fitted[len(row_indices) + n]) for n, run in enumerate(runs)}
 
     def token_s(self, runs: Iterable[Run]) -> float:
         """Return the seconds of a token, had each step taken its usual time.
@@ -198,9 +202,9 @@ def main() -> None:
             for task in args.tasks
             for streams in args.streams
         ]
-        chosen = [] if args.no_acceptance else measure_acceptance(engine, args)
+        predictions = [] if args.no_acceptance else measure_acceptance(engine, args)
     usual = Usual([run for pair in pairs for run in pair.runs])
-    result = SpeculationResult(name, [pair.line(usual) for pair in pairs], chosen)
+    result = SpeculationResult(name, [pair.line(usual) for pair in pairs], predictions)
     result.save()
     print("\n".join([*result.parts(), describe_smallest_gain(result.lines)]))
 
@@ -254,9 +258,17 @@ def answer(
             "take more --tokens or fewer --streams if there are none, fewer --tokens if there are "
             f"{recent.maxlen} steps, which is as many as are kept."
         )
-    usages = [output.usage for one in outputs for output in one if output.usage is not None]
+    usages = [
+        output.usage
+        for outputs_of_request in outputs
+        for output in outputs_of_request
+        if output.usage is not None
+    ]
     return Run(
-        [tuple(token for output in one for token in output.token_ids) for one in outputs],
+        [
+            tuple(token for output in outputs_of_request for token in output.token_ids)
+            for outputs_of_request in outputs
+        ],
         sum(usage.accepted_tokens for usage in usages),
         sum(usage.rejected_tokens for usage in usages),
         watch.others_share(),
@@ -284,7 +296,7 @@ async def _answer(
     return outputs
 
 
-def measure_acceptance(engine: Engine, args: argparse.Namespace) -> list[Chosen]:
+def measure_acceptance(engine: Engine, args: argparse.Namespace) -> list[PredictionResult]:
     """Answer with predictions of which a chosen share is right; one stream."""
     rng = random.Random(5)
     task = TASKS["random"]  # which does not repeat itself
@@ -312,7 +324,7 @@ def measure_acceptance(engine: Engine, args: argparse.Namespace) -> list[Chosen]
             )
             ratios.append(speculative.tokens_per_s / plain.tokens_per_s)
         per_pass = tried / passes if passes else 0.0
-        results.append(Chosen(share, ratios, right / tried if tried else 0.0, per_pass))
+        results.append(PredictionResult(share, ratios, right / tried if tried else 0.0, per_pass))
         note(f"{share:.0%} of the prediction right: {median(ratios):.2f} x")
     return results
 

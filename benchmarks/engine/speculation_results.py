@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-LEAST = 0.98  # of the speed without drafts that `auto` may never be below
+MIN_SPEED_RATIO = 0.98  # of the speed without drafts that `auto` may never be below
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class PredictionResult:
     """Answers with a prediction of which a chosen share of the tokens is right."""
 
     share: float
@@ -80,7 +80,7 @@ class SpeculationResult:
 
     name: str
     lines: list[Line]
-    chosen: list[Chosen] = field(default_factory=list)
+    chosen: list[PredictionResult] = field(default_factory=list)
 
     def save(self) -> None:
         """Store the lines, in place of earlier ones of the same tasks on such a machine."""
@@ -142,7 +142,7 @@ def describe_smallest_gain(lines: Sequence[Line]) -> str:
     worst = min(lines, key=lambda line: line.steady)
     return (
         f"The least steady one is {worst.steady:.2f} x ({worst.task}, {worst.streams} "
-        f"streams); `auto` is meant never to be below {LEAST}."
+        f"streams); `auto` is meant never to be below {MIN_SPEED_RATIO}."
     )
 
 
@@ -154,11 +154,11 @@ def _path(name: str) -> Path:
     return ROWS / machine_slug(machine_facts()) / "guessing" / f"{_slug(name)}.json"
 
 
-def _chosen_cells(one: Chosen) -> tuple[str, ...]:
+def _chosen_cells(prediction: PredictionResult) -> tuple[str, ...]:
     return (
-        f"{one.share:.0%}",
-        f"{one.accepted:.0%}",
-        f"{one.per_pass:.1f}",
-        spread(one.ratios, 2, " x"),
-        f"{one.predicted:.2f} x",
+        f"{prediction.share:.0%}",
+        f"{prediction.accepted:.0%}",
+        f"{prediction.per_pass:.1f}",
+        spread(prediction.ratios, 2, " x"),
+        f"{prediction.predicted:.2f} x",
     )

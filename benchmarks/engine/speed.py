@@ -42,13 +42,13 @@ _POLICY_LOAD = 0.6  # of the tokens/s that a full batch reaches
 
 def main() -> None:
     """Measure, then print and keep the tables."""
-    given = _arguments()
-    result: dict[str, Any] = {**machine_facts(), "model": given.model, "rounds": given.rounds}
+    args = _arguments()
+    result: dict[str, Any] = {**machine_facts(), "model": args.model, "rounds": args.rounds}
     text = ["## Speed and size", ""]
-    if {"speed", "policies"} & set(given.parts):
-        text += _measure_engine(given, result)
-    text += _measure_footprint(given, result)
-    save("speed", result, "\n".join([*text, caption(result, given.model)]))
+    if {"speed", "policies"} & set(args.parts):
+        text += _measure_engine(args, result)
+    text += _measure_footprint(args, result)
+    save("speed", result, "\n".join([*text, caption(result, args.model)]))
 
 
 def _arguments() -> argparse.Namespace:
@@ -139,12 +139,12 @@ def _measure_engine(args: argparse.Namespace, result: dict[str, Any]) -> list[st
         note("Replaying one trace under each policy")
         load_tokens_per_s = _POLICY_LOAD * batch.tokens_per_s[0]
         trace = poisson_trace(prompts, _POLICY_REQUESTS, load_tokens_per_s, seed=0)
-        served = compare_policies(args.model, compute, trace, _POLICY_BATCH)
+        policy_results = compare_policies(args.model, compute, trace, _POLICY_BATCH)
         result["policies"] = [
             {key: value for key, value in msgspec.to_builtins(row).items() if key != "answers"}
-            for row in served
+            for row in policy_results
         ]
-        text += _policies_text(served, load_tokens_per_s)
+        text += _policies_text(policy_results, load_tokens_per_s)
     return text
 
 
@@ -175,10 +175,10 @@ def _run_once(engine: Engine, row: Row, limits: Hardware, prompts: FreshPrompts)
 
 def _speed_text(rows: list[Row], engine: Engine, limits: Hardware) -> list[str]:
     medians = {row.work: median(row.tokens_per_s) for row in rows}
-    one, sixteen = medians.get(WORKS["decode-1"]), medians.get(WORKS["decode-16"])
+    single, sixteen = medians.get(WORKS["decode-1"]), medians.get(WORKS["decode-16"])
     text = [table(_HEADER, [row.cells() for row in rows]), ""]
-    if one and sixteen:
-        text += [f"16 streams together write {sixteen / one:.1f} times the tokens of one.", ""]
+    if single and sixteen:
+        text += [f"16 streams together write {sixteen / single:.1f} times the tokens of one.", ""]
     about = (
         f"{engine.facts.detail}. The most ever measured here: {limits.bandwidth / 1e9:.1f} GB/s"
         f" for a stream of the weights' size, {limits.peak / 1e12:.2f} T operations/s"
@@ -187,7 +187,7 @@ def _speed_text(rows: list[Row], engine: Engine, limits: Hardware) -> list[str]:
     return [*text, about, ""]
 
 
-def _policies_text(served: list[PolicyResult], tokens_per_s: float) -> list[str]:
+def _policies_text(policy_results: list[PolicyResult], tokens_per_s: float) -> list[str]:
     header = ("policy", "TTFT p50", "TTFT p95", "TTFT max", "tokens/s", "latest client")
     lines = [
         (
@@ -196,9 +196,9 @@ def _policies_text(served: list[PolicyResult], tokens_per_s: float) -> list[str]
             f"{row.tokens_per_s:,.0f}",
             f"{row.lateness_s * 1000:.0f} ms",
         )
-        for row in served
+        for row in policy_results
     ]
-    same = all(row.answers == served[0].answers for row in served)
+    same = all(row.answers == policy_results[0].answers for row in policy_results)
     about = (
         f"{_POLICY_REQUESTS} requests, the same Poisson arrivals for each policy, asking for"
         f" {tokens_per_s:,.0f} tokens/s; batches of {_POLICY_BATCH}. The answers are"

@@ -34,11 +34,11 @@ _MEMORY = f"peak memory, a context of {_CONTEXT:,} tokens filled"
 
 def main() -> None:
     """Measure, then print and keep the tables."""
-    given = _arguments()
-    programs = environments.llama_programs(given.llama_programs)
+    args = _arguments()
+    programs = environments.llama_programs(args.llama_programs)
     results, texts = [], []
-    for model in given.models:
-        records = _measure(model, programs, given)
+    for model in args.models:
+        records = _measure(model, programs, args)
         for record in records:
             keep(record)
         texts.append(_text(model, records))
@@ -94,18 +94,18 @@ def _measure(model: str, programs: Path, args: argparse.Namespace) -> list[Recor
 
 def _ours(model: str, prompt: str, num_tokens: int, threads: int) -> list[str]:
     sizes = ("--context-length", str(_CONTEXT), "--threads", str(threads))
-    wanted = ("--ignore-eos", "--max-tokens", str(num_tokens))
-    return generate_command(model, "--raw", *sizes, *wanted, "-p", prompt)
+    length_options = ("--ignore-eos", "--max-tokens", str(num_tokens))
+    return generate_command(model, "--raw", *sizes, *length_options, "-p", prompt)
 
 
 def _llama(program: Path, path: Path, prompt: str, num_tokens: int, threads: int) -> list[str]:
     sizes = ("-c", str(_CONTEXT), "-t", str(threads), "-tb", str(threads), "-fit", "off")
     options = ("-no-cnv", "--no-display-prompt", "--no-warmup", "--simple-io", "--no-perf")
-    wanted = ("--ignore-eos", "-n", str(num_tokens), "--temp", "0")
-    return [str(program), "-m", str(path), *sizes, *options, *wanted, "-p", prompt]
+    length_options = ("--ignore-eos", "-n", str(num_tokens), "--temp", "0")
+    return [str(program), "-m", str(path), *sizes, *options, *length_options, "-p", prompt]
 
 
-def _record(model: str, row: str, runs: dict[str, list[float]], **more: Any) -> Record:
+def _record(model: str, row: str, runs: dict[str, list[float]], **facts: Any) -> Record:
     name, unit = {"start": (_START, "s"), "memory": (_MEMORY, "MB")}[row]
     return Record(
         row=row,
@@ -115,7 +115,7 @@ def _record(model: str, row: str, runs: dict[str, list[float]], **more: Any) -> 
         entries=[Entry(engine, "", values) for engine, values in runs.items()],
         command=f'make bench WHAT=start ARGS="--models {model}"',
         lower_is_better=True,
-        **more,
+        **facts,
     )
 
 

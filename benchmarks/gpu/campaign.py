@@ -39,29 +39,29 @@ _LONGEST_S: Final = 480  # after which a part that hangs ends the process
 
 def main() -> None:
     """Run the campaign, or the rows that are named."""
-    given = _arguments()
-    names = asked(given.row)
-    result: dict[str, Any] = {"facts": machine_facts(), "predicted_only": given.dry_run, "rows": {}}
-    if given.go_on and given.out.exists():
-        result["rows"] = _known(json.loads(given.out.read_text()))
+    args = _arguments()
+    names = selected_parts(args.row)
+    result: dict[str, Any] = {"facts": machine_facts(), "predicted_only": args.dry_run, "rows": {}}
+    if args.go_on and args.out.exists():
+        result["rows"] = _known_rows(json.loads(args.out.read_text()))
         names = [name for name in names if name not in result["rows"]]
-    limits = given.bandwidth, given.peak
-    if not given.dry_run:
+    limits = args.bandwidth, args.peak
+    if not args.dry_run:
         try:
             result["device"], limits = measure_device()
         except BackendError as error:
             raise SystemExit(f"{error} `--dry-run` predicts without a GPU.") from None
     result["limits"] = limits
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    left = dry(names, result, given.out) if given.dry_run else Campaign(given, result).run(names)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    left = dry(names, result, args.out) if args.dry_run else Campaign(args, result).run(names)
     print(report(result, limits))
     if left:
         print(f"\n{len(left)} parts are left, from {left[0]} on: go on with --continue.")
-    if given.plots is not None:
+    if args.plots is not None:
         from benchmarks.gpu.plots import draw
 
         try:
-            for path in draw(result, given.plots):
+            for path in draw(result, args.plots):
                 print(f"Drawn: {path}")
         except UsageError as error:
             raise SystemExit(str(error)) from None
@@ -84,16 +84,18 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def asked(patterns: list[str] | None) -> list[str]:
+def selected_parts(patterns: list[str] | None) -> list[str]:
     """Return the parts that are asked for, in the order in which they are measured."""
     for pattern in patterns or ():
         if not fnmatch.filter(ORDER, pattern):
             raise SystemExit(f"There is no row {pattern!r}: {', '.join(ORDER)}.")
-    wanted = patterns or ["*"]
-    return [name for name in ORDER if any(fnmatch.fnmatch(name, pattern) for pattern in wanted)]
+    wanted_patterns = patterns or ["*"]
+    return [
+        name for name in ORDER if any(fnmatch.fnmatch(name, pattern) for pattern in wanted_patterns)
+    ]
 
 
-def _known(before: dict[str, Any]) -> dict[str, Any]:
+def _known_rows(before: dict[str, Any]) -> dict[str, Any]:
     """Return what an earlier run found; what it began and did not end is not tried again."""
     rows: dict[str, Any] = before["rows"]
     running = before.get("running")
@@ -131,7 +133,7 @@ class Campaign:
     def __init__(self, args: argparse.Namespace, result: dict[str, Any]) -> None:
         from benchmarks.gpu.measure import Engines
 
-        self._given, self._result, self._began_s = args, result, time.monotonic()
+        self._args, self._result, self._began_s = args, result, time.monotonic()
         self._engines = Engines(ROWS.values(), result["limits"])
         self._seen: set[object] = set()  # engines that were started
 
@@ -139,14 +141,14 @@ class Campaign:
         """Run parts while there is time; return those for which there was none."""
         self._write()
         for index, name in enumerate(names):
-            if self._given.minutes is not None and self._left_s() < self._expected_s(name):
+            if self._args.minutes is not None and self._left_s() < self._expected_s(name):
                 return names[index:]
             self._run(name)
         self._engines.close()
         return []
 
     def _left_s(self) -> float:
-        return 60 * float(self._given.minutes) - (time.monotonic() - self._began_s)
+        return 60 * float(self._args.minutes) - (time.monotonic() - self._began_s)
 
     def _expected_s(self, name: str) -> float:
         """Return how long a part should take at most, by rules that no GPU has confirmed."""
@@ -164,7 +166,7 @@ class Campaign:
         self._write()
         faulthandler.dump_traceback_later(_LONGEST_S, exit=True, file=2)
         try:
-            outcome = self._found(name)
+            outcome = self._row_result(name)
         except DeviceLostError as error:
             outcome = {"failed": str(error)}
         except Exception as error:  # noqa: BLE001 - the next row may be better
@@ -182,7 +184,7 @@ class Campaign:
             self._engines.close()  # which may have steps in flight
             self._seen.clear()
 
-    def _found(self, name: str) -> dict[str, Any]:
+    def _row_result(self, name: str) -> dict[str, Any]:
         if name in CHECKS:
             self._engines.close()  # so that there is memory
             return CHECKS[name]()
@@ -192,19 +194,19 @@ class Campaign:
         if not row.less:
             return result | self._engines.measured(row)
         other = rows.get(row.less) or self._engines.measured(ROWS[row.less])
-        own = self._engines.measured(row)
-        for one in (own, other):
-            if "ms" not in one:
-                return result | one
-        ms = round(own["gpu_ms"] - row.times * other["gpu_ms"], 4)
-        return result | {"ms": ms, "detail": own["detail"]}
+        own_result = self._engines.measured(row)
+        for engine_result in (own_result, other):
+            if "ms" not in engine_result:
+                return result | engine_result
+        ms = round(own_result["gpu_ms"] - row.times * other["gpu_ms"], 4)
+        return result | {"ms": ms, "detail": own_result["detail"]}
 
     def _write(self) -> None:
-        write(self._given.out, json.dumps(self._result, indent=1) + "\n")
+        write(self._args.out, json.dumps(self._result, indent=1) + "\n")
 
     def _start_again(self) -> None:
         words = [word for word in sys.argv if word != "--continue"]
-        if self._given.minutes is not None:  # the last one counts
+        if self._args.minutes is not None:  # the last one counts
             words += ["--minutes", f"{max(0.0, self._left_s()) / 60:.2f}"]
         note("CUDA has ended in this process: going on in a new one.")
         os.execv(sys.executable, [sys.executable, *words, "--continue"])
@@ -230,13 +232,13 @@ def measure_device() -> tuple[dict[str, Any], tuple[float, float]]:
     device = find_device()
     if device.is_interpreted:
         return {"name": device.name}, (_BANDWIDTH, _PEAK)
-    found, times = measure(device), launch_times.measure(device)
+    limits, times = measure(device), launch_times.measure(device)
     facts = {"name": device.name, "sm": device.architecture}
-    facts |= {"copy_bytes_s": found.bandwidth, "flops": found.peak}
+    facts |= {"copy_bytes_s": limits.bandwidth, "flops": limits.peak}
     if times is not None:
         facts["launch_us"] = round(1e6 * times.apart_s, 2)
         facts["overlapping_launch_us"] = times.overlapping_s and round(1e6 * times.overlapping_s, 2)
-    return facts, (found.bandwidth, found.peak)
+    return facts, (limits.bandwidth, limits.peak)
 
 
 def report(result: dict[str, Any], limits: tuple[float, float]) -> str:
@@ -253,8 +255,8 @@ def report(result: dict[str, Any], limits: tuple[float, float]) -> str:
         cells = [f"{row.get(key, '')}" for key in ("launches", "floor_ms", "predicted_ms")]
         cells.append(row.get("refused") or row.get("failed") or ms or "not measured")
         speed = row.get("tokens_s", row.get("predicted_tokens_s", ""))
-        own = [row.get(key, "") for key in ("gpu_ms", "host_ms")]
-        lines.append([name, row.get("step", ""), *cells, share, *own, speed])
+        times_ms = [row.get(key, "") for key in ("gpu_ms", "host_ms")]
+        lines.append([name, row.get("step", ""), *cells, share, *times_ms, speed])
     header = [
         *("row", "step", "launches", "floor, ms", "predicted, ms", "measured, ms", "of floor"),
         *("kernels, ms", "host, ms", "tokens/s"),

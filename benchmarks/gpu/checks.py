@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _PAGE: Final = 16
 _SEQUENCES: Final = 500
-_DRAWN: Final = 100_000
+_NUM_DRAWS: Final = 100_000
 _MOST_KL, _LEAST_TOP1 = 1e-3, 0.98
 
 
@@ -31,7 +31,7 @@ def correct(fmt: str) -> dict[str, Any]:
     from twostroke.backends.reference import ReferenceBackend
     from twostroke.lab.measure.divergence import compare
 
-    rng, found = np.random.default_rng(1), {}
+    rng, differences = np.random.default_rng(1), {}
     count = 1100 if fmt == "FP8" else 200  # from 1,024 rows on a library multiplies E4M3
     for model in ("small", "small-experts"):
         program = program_of(model)
@@ -43,16 +43,16 @@ def correct(fmt: str) -> dict[str, Any]:
             ours: Any = GpuBackend(program, tensors, 80, _PAGE, find_device(), **kwargs)
             result = compare([(right, ours.score(tokens), tokens)])
             ours.close()
-            own = {"mean_kl": result.mean_kl, "top1": result.top1_agreement}
+            difference = {"mean_kl": result.mean_kl, "top1": result.top1_agreement}
             if kv == "f16" and not fmt.startswith("FP8"):  # others round keys or rows, too
-                own["is_close"] = (
+                difference["is_close"] = (
                     result.mean_kl <= _MOST_KL and result.top1_agreement >= _LEAST_TOP1
                 )
-            found[f"{model}, {kv} pages"] = own
-    return found
+            differences[f"{model}, {kv} pages"] = difference
+    return differences
 
 
-def sampler(count: int = _DRAWN) -> dict[str, Any]:
+def sampler(count: int = _NUM_DRAWS) -> dict[str, Any]:
     """Return how many tokens differ from those of the sampler's definition."""
     import torch
 
@@ -94,27 +94,28 @@ def same_tokens(count: int = _SEQUENCES) -> dict[str, Any]:
     from twostroke.backends.gpu.backend import GpuBackend
     from twostroke.backends.gpu.device import find_device
 
-    rng, found = np.random.default_rng(2), {}
+    rng, differing = np.random.default_rng(2), {}
     params = SamplingParams(temperature=0, logprobs=5)
     for model, fmt in (("small", "BF16"), ("small", "Q4_K"), ("small-experts", "Q4_K")):
         program = program_of(model)
         arguments = program, random_tensors(program, fmt, rng), 16 * 20, _PAGE, find_device()
         backend: Any = GpuBackend(*arguments, max_rows=1024, same_tokens=True)
-        known, differ = [], {"batched": 0, "chunked": 0, "drafted": 0}
+        expected_logprobs, differ = [], {"batched": 0, "chunked": 0, "drafted": 0}
         requests = []
         for number in range(count):
             tokens = rng.integers(0, program.vocab_size, rng.integers(20, 300)).tolist()
             request = Request(f"{number}", tokens, len(tokens), params, seed=1)
             request.pages = [[*range(20 * (number % 16), 20 * (number % 16) + 20)]]
             requests.append(request)
-            known.append(backend.run(StepPlan((_part(request, 0),))).logprobs)
+            expected_logprobs.append(backend.run(StepPlan((_part(request, 0),))).logprobs)
         for first in range(0, count, 3):
             together = [_part(request, 0) for request in requests[first : first + 3]]
             result = backend.run(StepPlan(tuple(together))).logprobs
             differ["batched"] += sum(
-                [one] != right for one, right in zip(result, known[first : first + 3], strict=True)
+                [logprob] != right
+                for logprob, right in zip(result, expected_logprobs[first : first + 3], strict=True)
             )
-        for request, right in zip(requests, known, strict=True):
+        for request, right in zip(requests, expected_logprobs, strict=True):
             middle = 2 * len(request.tokens) // 3
             backend.run(StepPlan((Slice(request, 0, middle, samples=False),)))
             differ["chunked"] += backend.run(StepPlan((_part(request, middle),))).logprobs != right
@@ -124,8 +125,8 @@ def same_tokens(count: int = _SEQUENCES) -> dict[str, Any]:
             differ["drafted"] += backend.run(StepPlan((part,))).logprobs[-1:] != right
             backend.forget(request)
         backend.close()
-        found[f"{model} {fmt}"] = {"sequences": count, "differ": differ}
-    return found
+        differing[f"{model} {fmt}"] = {"sequences": count, "differ": differ}
+    return differing
 
 
 def _part(request: Request, start: int) -> Slice:

@@ -80,8 +80,8 @@ class Engines:
         gc.collect()
 
     def _start(self, row: Row, program: Program) -> None:
-        own = Room.of([row], program)
-        if self._key == row.engine and self._room is not None and self._room.holds(own):
+        row_room = Room.of([row], program)
+        if self._key == row.engine and self._room is not None and self._room.holds(row_room):
             return
         every = Room.of(
             [other for other in self._rows if other.engine == row.engine] or [row], program
@@ -90,10 +90,10 @@ class Engines:
         try:
             self._make(row, program, every)
         except MemoryLimitError:
-            if own == every:
+            if row_room == every:
                 raise
             self.close()
-            self._make(row, program, own)
+            self._make(row, program, row_room)
 
     def _make(self, row: Row, program: Program, room: Room) -> None:
         from twostroke.backends.gpu.backend import GpuBackend
@@ -106,7 +106,7 @@ class Engines:
                 tensors,
                 room.num_pages,
                 PAGE,
-                replace(find_device(), may_overlap=not row.apart),
+                replace(find_device(), may_overlap=not row.is_sequential),
             ),
             max_rows=room.max_rows,
             kv_format=row.kv,
@@ -167,10 +167,10 @@ def _in_flight(backend: Any, plan: StepPlan) -> tuple[float, int]:
 
 def places_of(program: Program, fused: Any) -> dict[str, list[int]]:
     """Return which of `fused` have each name, in all layers."""
-    places = defaultdict(list)
+    indices = defaultdict(list)
     for index, label in enumerate(operation_labels(program, fused)):
-        places[label.name].append(index)
-    return dict(places)
+        indices[label.name].append(index)
+    return dict(indices)
 
 
 def costs_of(
@@ -185,12 +185,12 @@ def costs_of(
     results = {}
     for name, at in places_of(program, fused).items():
         sums, predicted_s = [], len(at) * LAUNCH_S
-        for place in at:
-            own = [(op, cost.operation(op, row.batch)) for op in fused[place]]
-            predicted_s += sum(seconds_of(row, op, c, *limits) for op, c in own)
-            flops = sum(c.flops for _, c in own)
-            fast = sum(c.flops for op, c in own if row.is_fp8 and isinstance(op, Linear))
-            sums.append((sum(c.bytes for _, c in own), flops, flops - fast / 2))
+        for index in at:
+            op_costs = [(op, cost.operation(op, row.batch)) for op in fused[index]]
+            predicted_s += sum(seconds_of(row, op, c, *limits) for op, c in op_costs)
+            flops = sum(c.flops for _, c in op_costs)
+            fast = sum(c.flops for op, c in op_costs if row.is_fp8 and isinstance(op, Linear))
+            sums.append((sum(c.bytes for _, c in op_costs), flops, flops - fast / 2))
         floor_s = sum(max(size / bandwidth, work / peak) for size, _, work in sums)
         results[name] = {
             "calls": len(at),

@@ -69,17 +69,19 @@ def made_up(program: Program, fmt: str) -> dict[str, QuantTensor]:
     for name, shape in program.weight_shapes.items():
         rows = 1 if len(shape) == 1 else shape[0]
         is_router, is_table = "ffn_gate_inp" in name, name == "token_embd.weight"
-        chosen = FORMATS["F32"] if len(shape) == 1 or is_router else format_of(fmt, name, shape[1])
-        drawn = rows if is_router else min(rows, _TABLE_ROWS) if is_table else 1
+        chosen_format = (
+            FORMATS["F32"] if len(shape) == 1 or is_router else format_of(fmt, name, shape[1])
+        )
+        num_drawn = rows if is_router else min(rows, _TABLE_ROWS) if is_table else 1
         values = (
             np.ones((1, shape[-1]))
             if len(shape) == 1
-            else rng.standard_normal((drawn, shape[-1])) * shape[-1] ** -0.5
+            else rng.standard_normal((num_drawn, shape[-1])) * shape[-1] ** -0.5
         )
-        some = QuantTensor.from_floats(values.astype(np.float32), chosen).data
+        some = QuantTensor.from_floats(values.astype(np.float32), chosen_format).data
         repeated = np.lib.stride_tricks.as_strided(some, (rows, some.shape[1]), (0, 1))
-        data = repeated if drawn == 1 else np.resize(some, (rows, some.shape[1]))
-        tensors[name] = QuantTensor(chosen, shape, data)
+        data = repeated if num_drawn == 1 else np.resize(some, (rows, some.shape[1]))
+        tensors[name] = QuantTensor(chosen_format, shape, data)
     return tensors
 
 

@@ -52,15 +52,15 @@ def _ladder(result: dict[str, Any], path: Path) -> Path:
     axes = figure.subplots()
     rows = {name: result["rows"][name] for name in _STEPS if name in result["rows"]}
     for index, row in enumerate(rows.values()):
-        predicted, found = row["predicted_tokens_s"], row.get("tokens_s")
-        if found is not None:
-            axes.bar(index, found, 0.6, color="#4477aa")
+        predicted, measured = row["predicted_tokens_s"], row.get("tokens_s")
+        if measured is not None:
+            axes.bar(index, measured, 0.6, color="#4477aa")
         axes.bar(index, predicted, 0.7, facecolor="none", edgecolor="#777777", linestyle="--")
-        shown = found or predicted
-        axes.annotate(f"{shown:,.0f}", (index, shown), ha="center", va="bottom")
-    for speed, what in zip(_PUBLISHED, ("first", "last"), strict=True):
+        tokens_s = measured or predicted
+        axes.annotate(f"{tokens_s:,.0f}", (index, tokens_s), ha="center", va="bottom")
+    for speed, which_step in zip(_PUBLISHED, ("first", "last"), strict=True):
         axes.axhline(speed, color="#ee6677", linewidth=0.8, zorder=0)
-        text = f"published for an A100, {what} step: {speed:g}"
+        text = f"published for an A100, {which_step} step: {speed:g}"
         style: Any = {"fontsize": 8, "color": "#cc3311", "ha": "right", "va": "bottom"}
         axes.annotate(text, (len(rows) + 1.3, speed), **style)
     axes.set_xlim(-0.6, len(rows) + 1.4)
@@ -80,17 +80,27 @@ def _roofline(result: dict[str, Any], path: Path) -> Path:
     rows = {name: row for name, row in every.items() if "kernels" in row}
     ridge, seen = peak / bandwidth, [peak / bandwidth]
     for (name, row), colour in zip(rows.items(), _COLOURS, strict=False):
-        points = {one: k for one, k in row["kernels"].items() if k["bytes"] and k["flops"]}
-        times = {one: _seconds(kernel) for one, kernel in points.items()}
-        intensities = {one: kernel["flops"] / kernel["bytes"] for one, kernel in points.items()}
-        rates = {one: kernel["flops"] / times[one] for one, kernel in points.items()}
+        points = {
+            kernel_name: k for kernel_name, k in row["kernels"].items() if k["bytes"] and k["flops"]
+        }
+        times = {kernel_name: _seconds(kernel) for kernel_name, kernel in points.items()}
+        intensities = {
+            kernel_name: kernel["flops"] / kernel["bytes"] for kernel_name, kernel in points.items()
+        }
+        rates = {
+            kernel_name: kernel["flops"] / times[kernel_name]
+            for kernel_name, kernel in points.items()
+        }
         sizes = [20 + 500 * time_s / sum(times.values()) for time_s in times.values()]
         at = [*intensities.values()], [*rates.values()]
         axes.scatter(*at, sizes, alpha=0.7, color=colour, label=name)
         seen += intensities.values()
-        far = max(points, key=lambda one: times[one] - 1e-6 * points[one]["floor_us"])
+        slowest = max(
+            points,
+            key=lambda kernel_name: times[kernel_name] - 1e-6 * points[kernel_name]["floor_us"],
+        )
         style: Any = {"textcoords": "offset points", "fontsize": 8, "color": colour}
-        axes.annotate(far, (intensities[far], rates[far]), (6, -9), **style)
+        axes.annotate(slowest, (intensities[slowest], rates[slowest]), (6, -9), **style)
     low, high = min(seen) / 2, max(seen) * 3
     axes.plot([low, ridge, high], [low * bandwidth, peak, peak], color="#333333")
     axes.set(
@@ -108,6 +118,6 @@ def _roofline(result: dict[str, Any], path: Path) -> Path:
     return path
 
 
-def _seconds(one: dict[str, float]) -> float:
+def _seconds(kernel: dict[str, float]) -> float:
     """Return what was measured, else what is predicted."""
-    return 1e-6 * one.get("us", one["predicted_us"])
+    return 1e-6 * kernel.get("us", kernel["predicted_us"])

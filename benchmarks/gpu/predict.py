@@ -35,13 +35,13 @@ def predict(row: Row, bandwidth: float, peak: float) -> dict[str, Any]:
     limits = bandwidth, peak
     program = program_of(row.model)
     cost = CostModel(program, stored_bytes(program, row.fmt), KV_FORMATS[row.kv])
-    own = cost.per_step().of(row.batch)
+    step_cost = cost.per_step().of(row.batch)
     fast = sum(
         cost.operation(op, row.batch).flops
         for op in program.ops
         if row.is_fp8 and isinstance(op, Linear)
     )
-    num_bytes, flops, launches = own.bytes, own.flops, _num_launches(row)
+    num_bytes, flops, launches = step_cost.bytes, step_cost.flops, _num_launches(row)
     if row.less:
         other = ROWS[row.less]
         less = predict(other, *limits)
@@ -82,11 +82,13 @@ def _step_s(
 def _num_launches(row: Row) -> int:
     lowered = lower(program_of(row.model))
     kinds = [type(record) for record in lowered.records]
-    more = kinds.count(Attend) + (_MIX_LAUNCHES - 1) * kinds.count(MixExperts) + 4
+    num_more = kinds.count(Attend) + (_MIX_LAUNCHES - 1) * kinds.count(MixExperts) + 4
     is_packed = row.fmt != "BF16" and not row.is_fp8
     writes = row.is_written_out or (is_packed and row.batch.num_rows > _MOST_ROWS)
-    more += kinds.count(Products) * (row.is_fp8 + writes)  # that round rows, or write matrices out
-    return len(kinds) + more
+    num_more += kinds.count(Products) * (
+        row.is_fp8 + writes
+    )  # that round rows, or write matrices out
+    return len(kinds) + num_more
 
 
 def seconds_of(row: Row, op: Op, cost: Cost, bandwidth: float, peak: float) -> float:

@@ -32,14 +32,14 @@ def products(
     """Return microseconds of each way for each format, shape and number of rows."""
     from twostroke.backends.gpu.device import find_device
 
-    device, found = find_device(), {}
+    device, times_by_case = find_device(), {}
     gpu = device.gpu(_element(is_interpreted=device.is_interpreted))
     for fmt in formats:
         for shape in shapes:
             ways = _Ways(gpu, fmt, shape, max(many))
             for rows in many:
-                found[f"{fmt} {shape[0]} x {shape[1]}, {rows} rows"] = ways.times(rows)
-    return found
+                times_by_case[f"{fmt} {shape[0]} x {shape[1]}, {rows} rows"] = ways.times(rows)
+    return times_by_case
 
 
 def _element(*, is_interpreted: bool) -> Any:
@@ -63,16 +63,16 @@ class _Ways:
             rng.standard_normal((64, self._depth), np.float32), FORMATS[fmt]
         )
         data = np.broadcast_to(tensor.data, (self._width // 64, *tensor.data.shape))
-        given = QuantTensor(tensor.format, shape, data.reshape(self._width, -1))
-        packed = pack(given, gpu.device)
+        repeated_tensor = QuantTensor(tensor.format, shape, data.reshape(self._width, -1))
+        packed = pack(repeated_tensor, gpu.device)
         count = 1 if gpu.is_interpreted else -(-_COPIES_BYTES // packed.num_bytes)
-        self._packed = [packed, *(pack(given, gpu.device) for _ in range(count - 1))]
-        wanted = {"dtype": gpu.element, "device": gpu.device}
-        self._dense = torch.empty(shape, **wanted)
+        self._packed = [packed, *(pack(repeated_tensor, gpu.device) for _ in range(count - 1))]
+        tensor_kind = {"dtype": gpu.element, "device": gpu.device}
+        self._dense = torch.empty(shape, **tensor_kind)
         products_packed.unpack_matrix(gpu, packed, self._dense)
-        self._scratch = torch.empty(shape, **wanted)
+        self._scratch = torch.empty(shape, **tensor_kind)
         x = rng.standard_normal((most_rows, self._depth), np.float32)
-        self._x = torch.from_numpy(x).to(**wanted)
+        self._x = torch.from_numpy(x).to(**tensor_kind)
 
     def times(self, rows: int) -> dict[str, Any]:
         """Return microseconds of each way."""
@@ -93,12 +93,14 @@ class _Ways:
         for tile in dict.fromkeys(products_tiles.tile_of(gpu, size, layout) for size in sizes):
             best = products_tiles.num_parts(gpu, rows, self._width, self._depth)
             for parts in dict.fromkeys((1, best)):
-                given = Parts(sums, self._width, self._width, parts, sums[0].numel())
+                output_parts = Parts(sums, self._width, self._width, parts, sums[0].numel())
                 if parts == 1:
-                    given = Parts(out, self._width, self._width)
+                    output_parts = Parts(out, self._width, self._width)
 
-                def multiply(packed: Any, tile: Any = tile, given: Any = given) -> None:
-                    products_tiles.launch(gpu, header, rows, x, packed, given, tile)
+                def multiply(
+                    packed: Any, tile: Any = tile, output_parts: Any = output_parts
+                ) -> None:
+                    products_tiles.launch(gpu, header, rows, x, packed, output_parts, tile)
 
                 name = f"{tile.rows} by {tile.outputs}, {parts} parts"
                 results[name] = self._us(multiply)

@@ -26,8 +26,8 @@ class Row(Frozen):
 
     With `less` its figures are those of the step less `times` those of another row: what attention
     takes. `drafts` follow the newest token, and each is right with the chance `accepted`. With
-    `again` the engine is started a second time, when its kernels are in the cache. Launches are
-    `apart`, or overlap where the engine finds that faster.
+    `is_restarted` the engine is started a second time, when its kernels are in the cache. With
+    `is_sequential` launches never overlap; else they do where the engine finds that faster.
     """
 
     model: str
@@ -40,8 +40,8 @@ class Row(Frozen):
     accepted: float = 0.0
     less: str = ""
     times: int = 1
-    again: bool = False
-    apart: bool = False
+    is_restarted: bool = False
+    is_sequential: bool = False
 
     @property
     def batch(self) -> BatchShape:
@@ -70,7 +70,14 @@ class Row(Frozen):
     @property
     def engine(self) -> tuple[str, str, str, bool, bool, bool]:
         """What rows have in common that one engine can measure."""
-        return self.model, self.fmt, self.kv, self.same_tokens, self.again, self.apart
+        return (
+            self.model,
+            self.fmt,
+            self.kv,
+            self.same_tokens,
+            self.is_restarted,
+            self.is_sequential,
+        )
 
 
 class Room(Frozen):
@@ -92,12 +99,12 @@ class Room(Frozen):
         return cls(num_pages, max(_LEAST_ROWS, *(row.batch.num_rows for row in every)))
 
 
-def _decode(model: str, fmt: str, streams: int = 1, context: int = 256, **more: Any) -> Row:
-    return Row(model, fmt, StepShape.decode(streams, context), **more)
+def _decode(model: str, fmt: str, streams: int = 1, context: int = 256, **options: Any) -> Row:
+    return Row(model, fmt, StepShape.decode(streams, context), **options)
 
 
-def _prefill(model: str, fmt: str, tokens: int = 4096, **more: Any) -> Row:
-    return Row(model, fmt, StepShape.prefill(tokens), **more)
+def _prefill(model: str, fmt: str, tokens: int = 4096, **options: Any) -> Row:
+    return Row(model, fmt, StepShape.prefill(tokens), **options)
 
 
 def _of_8b(fmt: str, *, rows: Iterable[int] = (8, 64, 128, 256, 512)) -> dict[str, Row]:
@@ -108,7 +115,7 @@ def _of_8b(fmt: str, *, rows: Iterable[int] = (8, 64, 128, 256, 512)) -> dict[st
 
 _BF16: Final = {
     "decode-8b-bf16": _decode("8b", "BF16"),
-    "decode-8b-bf16-apart": _decode("8b", "BF16", apart=True),
+    "decode-8b-bf16-apart": _decode("8b", "BF16", is_sequential=True),
     "prefill-8b-bf16": _prefill("8b", "BF16"),
     "prefill-1k-8b-bf16": _prefill("8b", "BF16", 1024),
     "streams-256-8b-bf16": _decode("8b", "BF16", 256, 1024),
@@ -145,8 +152,8 @@ ROWS: Final = {
     **_LADDER,
     **_of_8b("FP8"),
     "decode-1.5b-bf16": _decode("1.5b", "BF16"),
-    "decode-1.5b-bf16-apart": _decode("1.5b", "BF16", apart=True),
-    "ready-8b-bf16": _decode("8b", "BF16", again=True),
+    "decode-1.5b-bf16-apart": _decode("1.5b", "BF16", is_sequential=True),
+    "ready-8b-bf16": _decode("8b", "BF16", is_restarted=True),
     **_SAME,
     "decode-70b-q4_k": _decode("70b", "Q4_K"),
     **_MIXTURES,

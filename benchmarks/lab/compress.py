@@ -85,7 +85,7 @@ def _measure(model: str, args: argparse.Namespace) -> list[tuple[str, ...]]:
     folder, num_tokens = FOLDER / model, args.tokens
     source, pieces = twin_and_pieces(model, num_tokens)
     llama = _Llama(source, pieces)
-    made: dict[Path, float] = {}  # files, and the seconds that each took
+    seconds_by_path: dict[Path, float] = {}  # files, and the seconds that each took
     for name in args.formats:
         is_goal = name not in MIXES
         makers = [maker for maker in args.makers if maker == "twostroke" or not is_goal]
@@ -97,16 +97,16 @@ def _measure(model: str, args: argparse.Namespace) -> list[tuple[str, ...]]:
             if not seconds.exists():
                 note(f"Making {out.name}")
                 if maker in {"twostroke", "tuned"}:
-                    wanted = QuantizationGoal(bits=float(name)) if is_goal else name
+                    target = QuantizationGoal(bits=float(name)) if is_goal else name
                     minutes = args.tune if maker == "tuned" else 0.0
                     quantize(
-                        *(str(source), wanted, out, None, num_tokens, note), tuning_minutes=minutes
+                        *(str(source), target, out, None, num_tokens, note), tuning_minutes=minutes
                     )
                 else:
                     _write(source, out, MIXES[name], llama.rounded if maker != "plain" else _plain)
                 seconds.write_text(str(time.perf_counter() - start_s))
-            made[out] = float(seconds.read_text())
-    return list(_scored(source, made))
+            seconds_by_path[out] = float(seconds.read_text())
+    return list(_scored(source, seconds_by_path))
 
 
 def _with_ratios(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
@@ -154,8 +154,8 @@ def _write(source: Path, out: Path, mix: FormatMix, rounded: Rounder) -> None:
     tensors = dict(file.tensors)
     program = build_program(load(str(source)).spec)
     for key, name in formats_of(program, file.tensors, mix).items():
-        chosen = rounded if is_rounded(key, name) else _plain
-        tensors[key] = chosen(key, file.tensors[key].dequantize(), name)
+        writer = rounded if is_rounded(key, name) else _plain
+        tensors[key] = writer(key, file.tensors[key].dequantize(), name)
     metadata = {
         key: file.metadata.raw(key)  # type: ignore[attr-defined]
         for key in file.metadata
@@ -200,7 +200,7 @@ class _Llama:
 def _mean_squares(source: Path, pieces: list[list[int]]) -> dict[str, Floats]:
     """Return the mean square of each input of each product."""
     loaded = load(str(source))
-    program, found = build_program(loaded.spec), dict[str, "Floats"]()
+    program, mean_squares = build_program(loaded.spec), dict[str, "Floats"]()
     with own_threads() as pool:
         streams = [CalibrationStream(program, pieces[i::4]) for i in range(4)]
         for op in program.ops:
@@ -208,15 +208,15 @@ def _mean_squares(source: Path, pieces: list[list[int]]) -> dict[str, Floats]:
                 break
             if isinstance(op, ops.Linear):
                 rows = np.concatenate([stream.values[op.x] for stream in streams])
-                found[op.weight] = np.square(rows).mean(axis=0)
+                mean_squares[op.weight] = np.square(rows).mean(axis=0)
             weights = {w.name: loaded.tensors[w.name].dequantize() for w in op.weights}
             list(pool.map(partial(CalibrationStream.run, op=op, weights=weights), streams))
-    return found
+    return mean_squares
 
 
-def _scored(source: Path, made: dict[Path, float]) -> Iterator[tuple[str, ...]]:
+def _scored(source: Path, seconds_by_path: dict[Path, float]) -> Iterator[tuple[str, ...]]:
     """Yield a row for each file; rows are kept beside the files."""
-    rows = {path: path.with_suffix(".row") for path in made}
+    rows = {path: path.with_suffix(".row") for path in seconds_by_path}
     missing = [path for path, row in rows.items() if not row.exists()]
     note(f"Scoring {len(missing)} files")
     right, *others = (
@@ -231,9 +231,15 @@ def _scored(source: Path, made: dict[Path, float]) -> Iterator[tuple[str, ...]]:
         tensors = read_gguf(path).tensors
         bits, score = bits_per_value({key: tensors[key] for key in products}), report.comparison
         figures = f"{score.mean_kl:.4f}", f"{score.max_kl:.2f}", f"{score.top1_agreement:.1%}"
-        shown = path.stem, f"{bits:.2f}", *figures, f"{agreement(path):.1%}", f"{made[path]:.0f}"
-        note("  ".join(shown))
-        rows[path].write_text(json.dumps(shown))
+        cells = (
+            path.stem,
+            f"{bits:.2f}",
+            *figures,
+            f"{agreement(path):.1%}",
+            f"{seconds_by_path[path]:.0f}",
+        )
+        note("  ".join(cells))
+        rows[path].write_text(json.dumps(cells))
     for row in rows.values():
         yield tuple(json.loads(row.read_text()))
 

@@ -67,7 +67,7 @@ def _measure(model: str, makers: list[str], num_tokens: int) -> Iterator[tuple[s
         if "blk." in key and len(t.shape) == 2
     }
     group = next(group for group in (128, 64, 32) if all(width % group == 0 for width in widths))
-    made: dict[Path, float] = {}
+    seconds_by_path: dict[Path, float] = {}
     for maker in makers:
         out = FOLDER / model / f"{maker} {group} {num_tokens}"
         seconds = out.with_suffix(".seconds")
@@ -79,21 +79,23 @@ def _measure(model: str, makers: list[str], num_tokens: int) -> Iterator[tuple[s
                 quantize(str(source), "w4a16", out, None, num_tokens, note)
             else:
                 tokens = FOLDER / model / f"{num_tokens} tokens.json"
-                what = (maker, floats, tokens, out, group)
-                run([str(python_of("llmcompressor")), "-m", _WORKER, *map(str, what)])
+                arguments = (maker, floats, tokens, out, group)
+                run([str(python_of("llmcompressor")), "-m", _WORKER, *map(str, arguments)])
             seconds.write_text(str(time.perf_counter() - start_s))
-        made[out] = float(seconds.read_text())
+        seconds_by_path[out] = float(seconds.read_text())
     compute = ComputeOptions(backend="cpu", activation_bits=15)
-    right, *others = (ComparedModel(str(path), compute, CacheOptions()) for path in (source, *made))
+    right, *others = (
+        ComparedModel(str(path), compute, CacheOptions()) for path in (source, *seconds_by_path)
+    )
     result = compare_models(right, others, pieces_of(held_out_text(), [str(source)]), note)
     reports = (report for report in result if not report.generated)
-    for (path, taken), report in zip(made.items(), reports, strict=True):
+    for (path, taken_s), report in zip(seconds_by_path.items(), reports, strict=True):
         layers = {
             k: t for k, t in load(str(path)).tensors.items() if "blk." in k and len(t.shape) == 2
         }
         score = report.comparison
         figures = f"{score.mean_kl:.4f}", f"{score.max_kl:.2f}", f"{score.top1_agreement:.1%}"
-        yield path.name, f"{bits_per_value(layers):.2f}", *figures, f"{taken:.0f}"
+        yield path.name, f"{bits_per_value(layers):.2f}", *figures, f"{taken_s:.0f}"
 
 
 def _with_ratio(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:

@@ -67,10 +67,10 @@ def main() -> None:
     texts: list[str] = []
     result: dict[str, object] = {}
 
-    def add(name: str, found: tuple[str, object]) -> None:
-        texts.append(found[0])
-        result[name] = msgspec.to_builtins(found[1])
-        print(found[0], flush=True)
+    def add(name: str, section: tuple[str, object]) -> None:
+        texts.append(section[0])
+        result[name] = msgspec.to_builtins(section[1])
+        print(section[0], flush=True)
 
     if {"steps", "memory"} & set(args.parts):
         pull = (sys.executable, "-m", "twostroke", "pull", *args.models)
@@ -87,8 +87,8 @@ def main() -> None:
     if "fleet" in args.parts:
         add("fleet", fleet_time())
     facts = machine_facts()
-    whole = tuple(args.models) == MODELS
-    name = "plan" if whole else "-".join(["plan", *args.models])
+    is_default = tuple(args.models) == MODELS
+    name = "plan" if is_default else "-".join(["plan", *args.models])
     save(name, {"facts": facts, **result}, "\n".join([*texts, caption(facts)]))
 
 
@@ -108,13 +108,15 @@ def _memory(model: str) -> tuple[str, list[tuple[int, int, float]]]:
         num_tokens = len(encode(prompt)) + 8
         sizes = ("--context-length", str(count), "--max-tokens", "8", "--ignore-eos")
         command = generate_command(model, "--raw", *sizes, "-p", prompt)
-        least = planned.all_bytes + kv_bytes(planned, Question(), num_tokens)
-        results.append((num_tokens, live(command, OFTEN_S).anonymous, least))
+        min_bytes = planned.all_bytes + kv_bytes(planned, Question(), num_tokens)
+        results.append((num_tokens, live(command, OFTEN_S).anonymous, min_bytes))
     runtime = results[0][1] - results[0][2]
     rows, errors = [], []
-    for num_tokens, measured, least in results:
-        errors.append(abs((least + runtime) / measured - 1))
-        sizes_mb = [f"{num_bytes / 1e6:,.1f}" for num_bytes in (measured, least, least + runtime)]
+    for num_tokens, measured, min_bytes in results:
+        errors.append(abs((min_bytes + runtime) / measured - 1))
+        sizes_mb = [
+            f"{num_bytes / 1e6:,.1f}" for num_bytes in (measured, min_bytes, min_bytes + runtime)
+        ]
         rows.append((f"{num_tokens:,}", *sizes_mb, f"{errors[-1]:.1%}"))
     text = (
         f"## {model}: peak memory\n\n{table(MEMORY_HEADER, rows)}\n\nLargest error: "
@@ -129,11 +131,14 @@ def _measured(model: str, num_steps: int | None) -> tuple[str, Sequence[Measured
     calibrating = calibration_shapes(planned.program.context_length)
     points = measured_points(model, (*calibrating, *OTHERS), lambda _: None, num_steps)
     device = this_machine()
-    known = Calibration(points[: len(calibrating)], "", resolve_num_threads(None))
+    calibration = Calibration(points[: len(calibrating)], "", resolve_num_threads(None))
     roofline = Roofline(planned, device, question)
     roofs = (
         roofline,
-        *(Roofline(planned, device, question, steps) for steps in (reference_steps(device), known)),
+        *(
+            Roofline(planned, device, question, steps)
+            for steps in (reference_steps(device), calibration)
+        ),
     )
     rows, errors = [], []
     for point in points[len(calibrating) :]:
@@ -143,15 +148,15 @@ def _measured(model: str, num_steps: int | None) -> tuple[str, Sequence[Measured
         cells = [cell for s, error in pairs for cell in (f"{s * 1e3:,.2f}", f"{error:.0%}")]
         rows.append((point.name, f"{point.seconds * 1e3:,.2f}", *cells))
     began_s = time.perf_counter()
-    make_plan(planned, device, question, known)
+    make_plan(planned, device, question, calibration)
     planned_s = time.perf_counter() - began_s
-    told = known.error(roofline)
+    calibration_error = calibration.error(roofline)
     limits, before, after = [median(column) for column in zip(*errors, strict=True)]
     text = (
         f"## {model}\n\n{table(HEADER, rows)}\n\nMedian error: {limits:.1%} as limits; "
         f"{before:.1%} before calibration, by steps of {REFERENCE}; {after:.1%} after it, by "
-        f"{len(calibrating)} other steps, which say {told:.1%} of each other. A plan takes "
-        f"{planned_s:.2f} s.\n"
+        f"{len(calibrating)} other steps, which say {calibration_error:.1%} of each other. "
+        f"A plan takes {planned_s:.2f} s.\n"
     )
     return text, points
 

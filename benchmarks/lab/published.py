@@ -140,10 +140,10 @@ def _point(row: dict[str, str], folder: Path) -> dict[str, Any]:
     if question.streams is None:  # published runs take as many as fit
         streams = make_plan(planned, device, question).memory.most_streams
         question = replace(question, streams=streams or None)
-    chosen = make_plan(planned, device, question).chosen_row
-    if chosen is None:
+    chosen_row = make_plan(planned, device, question).chosen_row
+    if chosen_row is None:
         raise SystemExit(f"{row['model']} does not fit on {row['count']} x {row['device']}.")
-    limit = chosen.streams / chosen.step_s if row["streams"] else chosen.tokens_per_s
+    limit = chosen_row.streams / chosen_row.step_s if row["streams"] else chosen_row.tokens_per_s
     published = float(row["output_tokens_per_s"])
     return {**row, "published": published, "limit": limit * int(row["replicas"])}
 

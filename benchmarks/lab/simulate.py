@@ -68,19 +68,19 @@ HEADER = ("load", "figure", "measured", "simulated", "error", "limit")
 
 def main() -> None:
     """Measure, simulate, then print and keep the tables."""
-    given, began_s = _arguments(), time.monotonic()
+    args, began_s = _arguments(), time.monotonic()
     parts, result = [], dict[str, Any](machine_facts())
     with tempfile.TemporaryDirectory() as folder_name, contextlib.ExitStack() as stack:
-        if "speed" in given.parts:
-            parts.append(_speed(given, result))
-        if {"latency", "hits"} & set(given.parts):
-            pair = _Pair(given, Path(folder_name), stack)
-        if "latency" in given.parts:
-            parts.append(_latency(given, pair, result))
-        if "hits" in given.parts:
-            parts.append(_hits(given, pair, result))
+        if "speed" in args.parts:
+            parts.append(_speed(args, result))
+        if {"latency", "hits"} & set(args.parts):
+            pair = _Pair(args, Path(folder_name), stack)
+        if "latency" in args.parts:
+            parts.append(_latency(args, pair, result))
+        if "hits" in args.parts:
+            parts.append(_hits(args, pair, result))
     minutes = (time.monotonic() - began_s) / 60
-    parts.append(f"It took {minutes:.0f} minutes. {caption(result, given.model)}")
+    parts.append(f"It took {minutes:.0f} minutes. {caption(result, args.model)}")
     save("simulate", result, "\n\n".join(parts))
     if failures := result.get("failures"):
         raise SystemExit("\n".join(failures))
@@ -128,12 +128,12 @@ class _Pair:
         self, load: Workload, prompts: Sequence[list[int]]
     ) -> tuple[list[RequestLog], Steps]:
         """Send the requests of a load; return what became of them and the server's steps."""
-        ended = threading.Event()
+        has_ended = threading.Event()
         steps: list[Sequence[Any]] = []
         url = f"http://127.0.0.1:{self._server.port}"
 
         def watch() -> None:
-            while not ended.wait(_LOOK_S):
+            while not has_ended.wait(_LOOK_S):
                 steps.extend(read_steps(url, None, self.setup.model))
 
         thread = threading.Thread(target=watch)
@@ -142,15 +142,15 @@ class _Pair:
         try:
             logs = self.measure(load, prompts)
         finally:
-            ended.set()
+            has_ended.set()
             thread.join()
         return logs, [step for step in steps if tuple(step) not in before]
 
     def simulate(self, load: Workload, steps: Steps) -> Sequence[RequestLog]:
         """Simulate a load on a server that took these steps."""
         assert self.setup.calibration is not None
-        known = replace(self.setup.calibration, served=group_steps(steps))
-        return simulate(replace(self.setup, calibration=known), load).logs
+        calibration = replace(self.setup.calibration, served=group_steps(steps))
+        return simulate(replace(self.setup, calibration=calibration), load).logs
 
     def measure(self, load: Workload, prompts: Sequence[list[int]]) -> list[RequestLog]:
         """Send the requests of a load to the server.
@@ -195,7 +195,7 @@ def _latency(args: argparse.Namespace, pair: _Pair, result: dict[str, Any]) -> s
     rates = [report.num_requests / report.duration_s for report in map(_report, both)]
     rows = [("all at once", "requests/s", *(f"{r:.2f}" for r in rates), _error(*rates[::-1]), "")]
     note(" ".join(rows[0]))
-    kept: dict[str, Any] = {"knee_per_s": rates[0], "overhead_s": overhead_s, "loads": {}}
+    partial_result: dict[str, Any] = {"knee_per_s": rates[0], "overhead_s": overhead_s, "loads": {}}
     for percent in args.loads:
         try:
             outcome = _in_blocks(pair, fresh, requests, percent / 100 * rates[0])
@@ -207,8 +207,8 @@ def _latency(args: argparse.Namespace, pair: _Pair, result: dict[str, Any]) -> s
         note("\n".join(map(" ".join, compared)))
         rows += compared
         names = ("measured", "simulated", "requests")
-        kept["loads"][percent] = dict(zip(names, [*reports, outcome[0]], strict=True))
-    result["latency"] = msgspec.to_builtins(kept)
+        partial_result["loads"][percent] = dict(zip(names, [*reports, outcome[0]], strict=True))
+    result["latency"] = msgspec.to_builtins(partial_result)
     disturbed = sum(share > MAX_SHARE for share in pair.others_share)
     text = (
         f"{args.requests} requests of {args.trace}, lengths times {args.scale:g}: "
@@ -233,10 +233,10 @@ class _Requests(NamedTuple):
         arrivals, speed = self.load.arrivals, per_s / self.load.rate
         size = -(-len(arrivals) // _BLOCKS)
         for first in range(0, len(arrivals), size):
-            own = _begun(self.load.name, arrivals[first : first + size])
+            load_part = _begun(self.load.name, arrivals[first : first + size])
             at = first // _WATCHED
             other = _begun("others", self.others[at : at + max(2, size // _WATCHED)])
-            yield other.changed(speed=per_s / other.rate), own.changed(speed=speed)
+            yield other.changed(speed=per_s / other.rate), load_part.changed(speed=speed)
 
 
 def _begun(name: str, arrivals: Sequence[RequestArrival]) -> Workload:
@@ -328,18 +328,18 @@ def _speed(args: argparse.Namespace, result: dict[str, Any]) -> str:
         replicas=_SPEED_REPLICAS,
         routing="least-work",
     )
-    rows, kept = [], {}
-    for name, one in (
+    rows, rates = [], {}
+    for name, timed_load in (
         ("lengths as they are", load.changed(speed=8)),
         ("lengths times 0.1", load.changed(speed=80, scale=0.1)),
     ):
         began_s = time.process_time()
-        outcome = simulate(replace(setup), one)
-        rate = len(one.arrivals) / (time.process_time() - began_s)
-        kept[name] = rate
+        outcome = simulate(replace(setup), timed_load)
+        rate = len(timed_load.arrivals) / (time.process_time() - began_s)
+        rates[name] = rate
         busy = sum(outcome.busy) / len(outcome.busy)
         rows.append((name, f"{rate:,.0f}", f"{outcome.num_steps:,}", f"{busy:.0%}"))
-    result["simulated_per_s"] = kept
+    result["simulated_per_s"] = rates
     note("\n".join(map(" ".join, rows)))
     header = (f"{load.name}, {_SPEED_REPLICAS} replicas", "requests a second", "steps", "busy")
     return f"## Speed of the simulation, one core\n\n{table(header, rows)}"

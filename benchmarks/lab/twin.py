@@ -20,11 +20,11 @@ def main(model: str, out: str) -> None:
     source = load(model)
     metadata = read_gguf(source.path).metadata
     assert isinstance(metadata, Metadata)
-    kept: dict[str, Value] = {
+    twin_metadata: dict[str, Value] = {
         key: metadata.raw(key) for key in metadata if key != "general.alignment"
     }
     twin = twin_of(build_program(source.spec), source.tensors)
-    write_gguf(Path(out), kept | {"general.file_type": 0}, twin)
+    write_gguf(Path(out), twin_metadata | {"general.file_type": 0}, twin)
 
 
 if __name__ == "__main__":

@@ -47,10 +47,10 @@ _ASKED_TOGETHER = 32  # prompts
 
 def main() -> None:
     """Measure each model, then print and keep its tables."""
-    given = _arguments()
+    args = _arguments()
     texts, results = [], []
-    for model in given.models:
-        result, text = _measure_model(given, model)
+    for model in args.models:
+        result, text = _measure_model(args, model)
         results.append(result)
         texts.append(text)
     save("peers", {**machine_facts(), "models": results}, "\n\n".join(texts))
@@ -109,7 +109,7 @@ def _measure_model(args: argparse.Namespace, model: str) -> tuple[dict[str, Any]
 class Run(Frozen):
     """What all rows of a model have in common."""
 
-    given: argparse.Namespace
+    args: argparse.Namespace
     model: str
     sides: list[Side]
     limits: dict[str, Any]
@@ -117,11 +117,11 @@ class Run(Frozen):
 
 
 def _record(run: Run, name: str, row: Row) -> Record:
-    given, model, limits = run.given, run.model, run.limits
-    peers = "" if given.peers == ["llama.cpp"] else f" --peers {' '.join(given.peers)}"
-    level = f" --level {given.level}" if given.level else ""
-    level += f" --llama-level {given.llama_level}" if given.llama_level != "native" else ""
-    threads = f" --threads {given.threads}" if given.threads != 2 else ""
+    args, model, limits = run.args, run.model, run.limits
+    peers = "" if args.peers == ["llama.cpp"] else f" --peers {' '.join(args.peers)}"
+    level = f" --level {args.level}" if args.level else ""
+    level += f" --llama-level {args.llama_level}" if args.llama_level != "native" else ""
+    threads = f" --threads {args.threads}" if args.threads != 2 else ""
     options = f"--models {model} --only {name}{level}{threads}{peers}"
     return Record(
         row=name,
@@ -130,13 +130,13 @@ def _record(run: Run, name: str, row: Row) -> Record:
         unit="tokens/s",
         entries=row.entries(),
         command=f'make bench WHAT=peers ARGS="{options}"',
-        setting=_setting(given),
+        setting=_setting(args),
         disturbed_runs=row.disturbed,
         num_runs=row.runs,
         failures=row.failures,
         engines={side.name: side.about.get("version", "") for side in run.sides},
         others={
-            "threads": given.threads,
+            "threads": args.threads,
             "limits": limits,
             "mbu": row.share("bytes", limits.get("bandwidth")),
             "mfu": row.share("flops", limits.get("peak")),
@@ -183,8 +183,8 @@ def _quality(
             paths = [folder / f"{i}.npy" for i in range(len(parts))]
             for part, path in zip(parts, paths, strict=True):
                 if not side.failure:
-                    known = options if side.name == "llama.cpp" else {}
-                    side.call("score", tokens=part, path=str(path), **known)
+                    known_options = options if side.name == "llama.cpp" else {}
+                    side.call("score", tokens=part, path=str(path), **known_options)
             if side.failure:
                 continue
             others = (np.load(path, allow_pickle=False) for path in paths)

@@ -94,7 +94,7 @@ def python_of(peer: str, ready: Path | None = None, level: str = "native") -> Pa
     if ready is not None:
         raise SystemExit(f"{ready} is not a virtual environment with {module}.")
     env = {**_compilers(), "CMAKE_ARGS": LLAMA_LEVELS[level]} if peer == "llama.cpp" else {}
-    note(f"Installing {environment.about} into {_shown(folder)}")
+    note(f"Installing {environment.about} into {_short_path(folder)}")
     run([sys.executable, "-m", "venv", "--clear", str(folder)])
     pip = (str(python), "-m", "pip", "install", "--quiet", "--no-cache-dir")
     for packages in environment.packages:
@@ -118,7 +118,7 @@ def llama_programs(ready: Path | None = None) -> Path:
     if ready is not None:
         raise SystemExit(f"{ready} lacks one of {', '.join(LLAMA_PROGRAMS)}.")
     compilers = _compilers()
-    note(f"Building llama-server into {_shown(folder)} (ten to fifteen minutes, once)")
+    note(f"Building llama-server into {_short_path(folder)} (ten to fifteen minutes, once)")
     build = folder.parent
     options = (*_SERVER_OPTIONS, LLAMA_LEVELS["native"])
     where = ("-S", str(_llama_sources(build.parent)), "-B", str(build))
@@ -213,5 +213,5 @@ def _tool(name: str) -> str:
     return shutil.which(name, path=f"{Path(sys.executable).parent}:{os.defpath}") or name
 
 
-def _shown(folder: Path) -> Path:
+def _short_path(folder: Path) -> Path:
     return folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _ATTEMPTS = 3  # a run that others disturbed is repeated, and the least disturbed one counts,
 _PATIENCE_S = 20.0  # but no longer than this
 _TRIALS = 2  # rounds after which a way that
-_BEHIND = 0.85  # of its engine's best rate or less is left out
+_MIN_RATE_RATIO = 0.85  # of its engine's best rate or less is left out
 
 
 @dataclass
@@ -55,34 +55,36 @@ class Row:
         """Whether another way of the engine has proved to be clearly faster."""
         rates = self.rates.get((engine, way), [])
         best = self.best(engine)[1]
-        return len(rates) >= _TRIALS and (median(rates) <= _BEHIND * median(best))
+        return len(rates) >= _TRIALS and (median(rates) <= _MIN_RATE_RATIO * median(best))
 
     def entries(self) -> list[Entry]:
         """Return the runs as a record keeps them."""
         return [Entry(name, way, runs) for (name, way), runs in self.rates.items()]
 
-    def share(self, counted: str, limit: float | None, engine: str = OURS) -> float | None:
+    def share(self, counted_field: str, limit: float | None, engine: str = OURS) -> float | None:
         """Return the median share of a limit that an engine of ours reached in `bytes`, `flops`."""
         timings = self.timings.get(engine)
         if not limit or not timings:
             return None
         seconds = "prefill_s" if self.work.is_prefill else "decode_s"
-        rates = (getattr(timing, counted) / getattr(timing, seconds) for timing in timings)
+        rates = (getattr(timing, counted_field) / getattr(timing, seconds) for timing in timings)
         return float(median(rates)) / limit
 
     @property
     def same_first_tokens(self) -> float:
         """The share of prompts that all answered with the same first token, ours by default."""
-        known = [
+        known_tokens = [
             tokens
             for (engine, _), tokens in self.first_tokens.items()
             if tokens and (engine == OURS or not is_ours(engine))
         ]
-        longest = max(map(len, known), default=0)
-        counted = [tokens for tokens in known if len(tokens) == longest]  # no way that was left out
+        longest = max(map(len, known_tokens), default=0)
+        compared_tokens = [
+            tokens for tokens in known_tokens if len(tokens) == longest
+        ]  # no way that was left out
         # An engine that keeps one context for all streams is asked about the first stream alone.
         step = self.work.num_streams if self.work.kept_length else 1
-        every = list(zip(*(tokens[::step] for tokens in counted), strict=True))
+        every = list(zip(*(tokens[::step] for tokens in compared_tokens), strict=True))
         return sum(len(set(tokens)) == 1 for tokens in every) / len(every) if every else 0.0
 
     def as_json(self) -> dict[str, Any]:
@@ -117,8 +119,8 @@ def measure(work: Work, sides: list[Side], prompts: FreshPrompts, rounds: int) -
         else:
             side.call("forget")
     medians = ((name, row.best(name)[1]) for name in dict.fromkeys(name for name, _ in row.rates))
-    shown = (f"{name} {median(rates):,.0f}" for name, rates in medians)
-    note(f"{work.name}: {', '.join(shown)} tokens/s")
+    rate_texts = (f"{name} {median(rates):,.0f}" for name, rates in medians)
+    note(f"{work.name}: {', '.join(rate_texts)} tokens/s")
     return row
 
 
@@ -131,12 +133,14 @@ def _run(
 ) -> tuple[Timing, float] | None:
     """Return a job's timing and how much others disturbed it, from the calmest attempt."""
     attempts: list[tuple[float, Timing]] = []
-    start_s, kept = time.monotonic(), work.kept_length
+    start_s, kept_length = time.monotonic(), work.kept_length
     while len(attempts) < _ATTEMPTS and time.monotonic() - start_s < _PATIENCE_S:
-        turn = kept + len(attempts)  # another attempt must not find its own prompts cached
-        prompts = [[*prompt[:kept], *prompt[turn:], *prompt[kept:turn]] for prompt in job]
+        turn = kept_length + len(attempts)  # another attempt must not find its own prompts cached
+        prompts = [
+            [*prompt[:kept_length], *prompt[turn:], *prompt[kept_length:turn]] for prompt in job
+        ]
         answer = side.call(
-            "run", prompts=prompts, num_tokens=work.num_tokens, kept=kept, **options
+            "run", prompts=prompts, num_tokens=work.num_tokens, kept=kept_length, **options
         )  # fmt: skip
         if answer is None:
             return None

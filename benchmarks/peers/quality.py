@@ -43,10 +43,10 @@ class Quality:
 
     def cells(self) -> tuple[str, ...]:
         """Return the table's line."""
-        it = self.comparison
-        if "mean_kl" not in it:
-            return (self.name, "–", "–", f"{it['top1_agreement']:.2%}", "–", "–")
-        return (self.name, *LogitsComparison(**it).cells())
+        comparison = self.comparison
+        if "mean_kl" not in comparison:
+            return (self.name, "–", "–", f"{comparison['top1_agreement']:.2%}", "–", "–")
+        return (self.name, *LogitsComparison(**comparison).cells())
 
 
 def reference_logits(loaded: LoadedModel, parts: list[list[int]]) -> Logits:

@@ -98,12 +98,12 @@ def start(
 
 def _kv_memory(loaded: LoadedModel, works: Iterable[Work]) -> int:
     """Return the bytes of keys and values that rows need which keep contexts; 0 without any."""
-    kept = max((w.num_streams * w.prompt_length for w in works if w.kept_length), default=0)
-    if not kept:
+    num_kept = max((w.num_streams * w.prompt_length for w in works if w.kept_length), default=0)
+    if not num_kept:
         return 0
     program = build_program(loaded.spec)
     token_bytes = sum(layer.bytes_per_token(FLOAT16) for layer in program.cache_layers)
-    return max(2 * kept + _SPARE_TOKENS, program.context_length) * token_bytes
+    return max(2 * num_kept + _SPARE_TOKENS, program.context_length) * token_bytes
 
 
 def _sides(
@@ -117,12 +117,12 @@ def _sides(
     ours = ["--backend", args.backend, *(("--level", args.level) if args.level else ())]
     if kv_memory := _kv_memory(loaded, works):
         ours += ["--kv-memory", str(kv_memory)]
-    own = [sys.executable, *_script("twostroke"), model, *ours]
-    yield Side(OURS, worker(OURS, *own))
+    own_command = [sys.executable, *_script("twostroke"), model, *ours]
+    yield Side(OURS, worker(OURS, *own_command))
     if args.backend in {"auto", "cpu"}:
         for bits in OTHER_BITS:
             name = ours_with(bits)
-            yield Side(name, worker(name, *own, "--activation-bits", str(bits)))
+            yield Side(name, worker(name, *own_command, "--activation-bits", str(bits)))
     if LLAMA in args.peers:
         python = environments.python_of(LLAMA, args.llama_env, args.llama_level)
         flash = {f"flash attention {'on' if on else 'off'}": on for on in (False, True)}

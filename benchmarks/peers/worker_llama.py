@@ -35,8 +35,8 @@ def main() -> None:
         "--rpc-layers", type=int, default=0, metavar="N",
         help="that many of the last layers (and the output) are another process's: its rpc-server",
     )  # fmt: skip
-    given, answers = parser.parse_args(), claim_output()
-    llama = Llama(given.model, given.threads, given.rpc_layers)
+    args, answers = parser.parse_args(), claim_output()
+    llama = Llama(args.model, args.threads, args.rpc_layers)
     serve({
         "about": llama.about, "run": llama.run, "score": llama.score, "forget": llama.forget
     }, answers)  # fmt: skip
@@ -77,29 +77,29 @@ class Llama:
         }
 
     def run(
-        self, prompts: list[list[int]], num_tokens: int, kept: int, *, flash_attention: bool
+        self, prompts: list[list[int]], num_tokens: int, num_kept: int, *, flash_attention: bool
     ) -> dict[str, Any]:
         """Answer prompts of one length together, as `ours.run_job` does.
 
-        Of the first `kept` tokens of each prompt, those of the first stream are computed once, and
-        copied into memory of its own for each other stream: what is in it costs no time.
+        The first `num_kept` tokens of the first stream's prompt are computed once, and copied into
+        memory of its own for each other stream: what is in it costs no time.
         """
         shape = Shape(len(prompts), len(prompts[0]) + num_tokens, flash_attention)
         context = self._context(shape)
-        context.keep(prompts[0][:kept])
-        prompt = context.prompt_batch([prompt[kept:] for prompt in prompts], first=kept)
+        context.keep(prompts[0][:num_kept])
+        prompt = context.prompt_batch([prompt[num_kept:] for prompt in prompts], first=num_kept)
         start_s = time.perf_counter()
         tokens = first = context.decode(prompt)
         prefilled = time.perf_counter()
         for i in range(num_tokens - 1):
             tokens = context.decode(context.next_batch(tokens, len(prompts[0]) + i))
-        ended = time.perf_counter()
+        end_s = time.perf_counter()
         return Timing(
             prompt_tokens=sum(map(len, prompts)),
             prefill_s=prefilled - start_s,
             decode_tokens=len(prompts) * (num_tokens - 1),
-            decode_s=ended - prefilled,
-            wall_s=ended - start_s,
+            decode_s=end_s - prefilled,
+            wall_s=end_s - start_s,
             first_tokens=[int(token) for token in first],
         ).as_json()
 
@@ -147,13 +147,13 @@ class Context:
             raise MemoryError(f"llama.cpp cannot make a context for {shape}")
         self._memory = llama_cpp.llama_get_memory(self._context)
         self._vocab_size, self._num_streams = vocab_size, shape.num_streams
-        self._kept: list[int] = []
+        self._kept_tokens: list[int] = []
         self._prompts = llama_cpp.llama_batch_init(params.n_batch, 0, 1)
         self._next = _filled(
             llama_cpp.llama_batch_init(shape.num_streams, 0, 1),
             streams=np.arange(shape.num_streams),
             positions=np.zeros(shape.num_streams),
-            wanted=np.ones(shape.num_streams),
+            is_wanted=np.ones(shape.num_streams),
         )
 
     def use(self, pool: ThreadPool) -> None:
@@ -168,12 +168,12 @@ class Context:
 
     def keep(self, tokens: list[int]) -> None:
         """Forget all streams but these first tokens, which every stream has after this."""
-        if tokens and tokens == self._kept:
+        if tokens and tokens == self._kept_tokens:
             for stream in range(self._num_streams):
                 llama_cpp.llama_memory_seq_rm(self._memory, stream, len(tokens), -1)
             return
         llama_cpp.llama_memory_clear(self._memory, 0)
-        self._kept = tokens
+        self._kept_tokens = tokens
         if tokens:
             self.decode(self.prompt_batch([tokens]))
         for stream in range(1, self._num_streams if tokens else 1):
@@ -187,8 +187,8 @@ class Context:
         length = len(prompts[0])
         positions = first + np.tile(np.arange(length), len(prompts))
         streams = np.repeat(np.arange(len(prompts)), length)
-        wanted = np.ones_like(positions) if every else positions == first + length - 1
-        batch = _filled(self._prompts, streams, positions, wanted)
+        is_wanted = np.ones_like(positions) if every else positions == first + length - 1
+        batch = _filled(self._prompts, streams, positions, is_wanted)
         _view(batch.token, batch.n_tokens)[:] = np.concatenate(prompts)
         return batch
 
@@ -250,13 +250,13 @@ class _ThreadPoolParams(ctypes.Structure):
 
 
 def _filled(
-    batch: Any, streams: NDArray[Any], positions: NDArray[Any], wanted: NDArray[Any]
+    batch: Any, streams: NDArray[Any], positions: NDArray[Any], is_wanted: NDArray[Any]
 ) -> Any:
     """Write all but the tokens into a batch."""
     count = batch.n_tokens = len(streams)
     _view(batch.pos, count)[:] = positions
     _view(batch.n_seq_id, count)[:] = 1
-    _view(batch.logits, count)[:] = wanted
+    _view(batch.logits, count)[:] = is_wanted
     for i, stream in enumerate(streams):
         batch.seq_id[i][0] = int(stream)
     return batch

@@ -27,19 +27,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="a GGUF file")
     parser.add_argument("--threads", type=int, required=True)
-    given, answers = parser.parse_args(), claim_output()
+    args, answers = parser.parse_args(), claim_output()
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.cache_size = _CACHE_GB
     scheduler.max_num_seqs = _MAX_STREAMS
     scheduler.enable_prefix_caching = False
-    properties = {"INFERENCE_NUM_THREADS": given.threads, "PERFORMANCE_HINT": "LATENCY"}
+    properties = {"INFERENCE_NUM_THREADS": args.threads, "PERFORMANCE_HINT": "LATENCY"}
     pipeline = openvino_genai.ContinuousBatchingPipeline(
-        given.model, scheduler, "CPU", properties
+        args.model, scheduler, "CPU", properties
     )  # fmt: skip
     ids = itertools.count()
 
-    def run(prompts: list[list[int]], num_tokens: int, kept: int) -> dict[str, Any]:
-        del kept  # such rows are not asked of it
+    def run(prompts: list[list[int]], num_tokens: int, num_kept: int) -> dict[str, Any]:
+        del num_kept  # such rows are not asked of it
         return _run(pipeline, ids, prompts, num_tokens).as_json()
 
     about = {"version": version("openvino-genai")}

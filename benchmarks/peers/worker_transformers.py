@@ -23,14 +23,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="a folder with safetensors")
     parser.add_argument("--threads", type=int, required=True)
-    given, answers = parser.parse_args(), claim_output()
-    torch.set_num_threads(given.threads)
+    args, answers = parser.parse_args(), claim_output()
+    torch.set_num_threads(args.threads)
     torch.set_grad_enabled(False)
-    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16)
     version = f"{transformers.__version__} with torch {torch.__version__}, bf16"
 
-    def run(prompts: list[list[int]], num_tokens: int, kept: int) -> dict[str, Any]:
-        del kept  # such rows are not asked of it
+    def run(prompts: list[list[int]], num_tokens: int, num_kept: int) -> dict[str, Any]:
+        del num_kept  # such rows are not asked of it
         return _run(model, prompts, num_tokens).as_json()
 
     def score(tokens: list[int], path: str) -> dict[str, Any]:
@@ -51,13 +51,13 @@ def _run(model: Any, prompts: list[list[int]], num_tokens: int) -> Timing:
     prefilled = time.perf_counter()
     for _ in range(num_tokens - 1):
         tokens = _next(model, tokens[:, None], cache)
-    ended = time.perf_counter()
+    end_s = time.perf_counter()
     return Timing(
         prompt_tokens=sum(map(len, prompts)),
         prefill_s=prefilled - start_s,
         decode_tokens=len(prompts) * (num_tokens - 1),
-        decode_s=ended - prefilled,
-        wall_s=ended - start_s,
+        decode_s=end_s - prefilled,
+        wall_s=end_s - start_s,
         first_tokens=first.tolist(),
     )
 

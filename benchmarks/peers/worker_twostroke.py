@@ -40,33 +40,35 @@ _NOISE_S = 1.0  # for which the noise of the machine is measured
 
 def main() -> None:
     """Load the model, then answer."""
-    given, answers = _arguments(), claim_output()
-    bits = given.activation_bits
+    args, answers = _arguments(), claim_output()
+    bits = args.activation_bits
     bits = bits if bits == AUTO_BITS else int(bits)
-    compute = ComputeOptions(given.backend, given.threads, given.level, activation_bits=bits)
+    compute = ComputeOptions(args.backend, args.threads, args.level, activation_bits=bits)
     # Engines are compared at computing the same: speculation has its own benchmark.
     options = EngineOptions(
         compute,
-        CacheOptions(memory_bytes=given.kv_memory),
+        CacheOptions(memory_bytes=args.kv_memory),
         speculation=SpeculationOptions("off"),
-        parallel=msgspec.json.decode(given.parallel, type=ParallelOptions),
+        parallel=msgspec.json.decode(args.parallel, type=ParallelOptions),
         accept_quality=True,  # random weights are as fast
     )
-    with build(given.model, options) as engine:
+    with build(args.model, options) as engine:
         client, facts = engine.client, engine.facts
 
         def rank_times() -> list[RankTimes]:
             backend = client.loop.backend  # at rest
             return backend.times() if isinstance(backend, ParallelBackend) else []
 
-        def run(prompts: list[list[int]], num_tokens: int, kept: int) -> dict[str, Any]:
-            del kept  # the prefix cache finds by itself what it has seen before
+        def run(prompts: list[list[int]], num_tokens: int, num_kept: int) -> dict[str, Any]:
+            del num_kept  # the prefix cache finds by itself what it has seen before
             rank_times()
             before, before_s = client.loop.snapshot().phases, _processor_s()
             timing = run_job(client, prompts, num_tokens)
             strokes = client.loop.snapshot().phases - before
             stroke = strokes.prefill if num_tokens == 1 else strokes.decode
-            used = [after - began for began, after in zip(before_s, _processor_s(), strict=True)]
+            used = [
+                after - start_s for start_s, after in zip(before_s, _processor_s(), strict=True)
+            ]
             return {
                 **timing.as_json(),
                 "bytes": stroke.bytes,

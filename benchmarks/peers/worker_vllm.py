@@ -29,22 +29,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="a folder with bf16 safetensors")
     parser.add_argument("--threads", type=int, required=True)
-    given, answers = parser.parse_args(), claim_output()
-    os.environ["OMP_NUM_THREADS"] = str(given.threads)  # else it leaves torch one thread
+    args, answers = parser.parse_args(), claim_output()
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # else it leaves torch one thread
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(_KV_GB)
-    cores = sorted(os.sched_getaffinity(0))[: given.threads]
+    cores = sorted(os.sched_getaffinity(0))[: args.threads]
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
     from vllm import LLM
 
     llm = LLM(
-        given.model, dtype="bfloat16", skip_tokenizer_init=True, max_num_seqs=_MAX_STREAMS,
+        args.model, dtype="bfloat16", skip_tokenizer_init=True, max_num_seqs=_MAX_STREAMS,
         disable_log_stats=True,
     )  # fmt: skip
     engine, ids = llm.llm_engine, itertools.count()
 
-    def run(prompts: list[list[int]], num_tokens: int, kept: int) -> dict[str, Any]:
-        del kept  # its prefix cache finds by itself what it has seen before
+    def run(prompts: list[list[int]], num_tokens: int, num_kept: int) -> dict[str, Any]:
+        del num_kept  # its prefix cache finds by itself what it has seen before
         return _run(engine, ids, prompts, num_tokens).as_json()
 
     def likeliest(tokens: list[int]) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def _likeliest(llm: Any, tokens: list[int]) -> list[int]:
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, detokenize=False)
     (answer,) = llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
     results = [
-        next(int(token) for token, one in prompt_logprob.items() if one.rank == 1)
+        next(int(token) for token, logprob in prompt_logprob.items() if logprob.rank == 1)
         for prompt_logprob in answer.prompt_logprobs[1:]
     ]
     return [*results, int(answer.outputs[0].token_ids[0])]

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _FILE, _ENGINE = "twostroke batch", "engine"
-_ALONE, _BESIDE = "alone", "beside a full batch"
-_ASKED = 0.97  # of the engine's tokens
+_ALONE, _WITH_BATCH = "alone", "beside a full batch"
+_MIN_TOKEN_SHARE = 0.97  # of the engine's tokens
 _PROMPT, _ANSWER = 100, 6  # tokens of the client
 _PAUSE_S = 0.3  # between its requests, at most
 _SUMMARY = re.compile(r"lines in ([\d.]+) s: (\d+) tokens")
@@ -59,37 +59,37 @@ class Rate:
 
 def main() -> None:
     """Measure, then print and keep the tables."""
-    given = _arguments()
-    if given.engine is not None:
-        _answer(given)
+    args = _arguments()
+    if args.engine is not None:
+        _answer(args)
         return
-    loaded = load(given.model)
+    loaded = load(args.model)
     prompts = FreshPrompts(heldout_tokens(loaded))
     tokenizer = build_tokenizer(loaded)
     rates: dict[str, list[Rate]] = {_FILE: [], _ENGINE: []}
-    waits: dict[str, list[dict[str, Any]]] = {_ALONE: [], _BESIDE: []}
+    waits: dict[str, list[dict[str, Any]]] = {_ALONE: [], _WITH_BATCH: []}
     with tempfile.TemporaryDirectory() as folder_name, contextlib.ExitStack() as stack:
         folder = Path(folder_name)
-        if "file" in given.parts:
-            for number in range(given.rounds):
-                note(f"Round {number + 1} of {given.rounds} of the file")
-                texts = [tokenizer.decode(prompts.take(_PROMPT)) for _ in range(given.lines)]
-                path = _write(folder / f"{number}.jsonl", texts, given.tokens)
+        if "file" in args.parts:
+            for number in range(args.rounds):
+                note(f"Round {number + 1} of {args.rounds} of the file")
+                texts = [tokenizer.decode(prompts.take(_PROMPT)) for _ in range(args.lines)]
+                path = _write(folder / f"{number}.jsonl", texts, args.tokens)
                 for name in (_FILE, _ENGINE) if number % 2 else (_ENGINE, _FILE):
-                    rates[name].append(_rate(name, path, given))
+                    rates[name].append(_rate(name, path, args))
                     note(f"{name}: {rates[name][-1]}")
-        if "client" in given.parts:
-            bench = _Bench(given, folder, prompts, stack)
-            for number in range(given.rounds + 1):
-                note(f"Round {number} of {given.rounds} of the client" if number else "Warming up")
+        if "client" in args.parts:
+            bench = _Bench(args, folder, prompts, stack)
+            for number in range(args.rounds + 1):
+                note(f"Round {number} of {args.rounds} of the client" if number else "Warming up")
                 runs = {name: bench.run(name) for name in waits}
                 for name in waits if number else ():
                     waits[name].append(runs[name])
-    result = {**machine_facts(), "model": given.model, "waits": waits}
+    result = {**machine_facts(), "model": args.model, "waits": waits}
     result["rates"] = {name: [asdict(run) for run in mine] for name, mine in rates.items()}
-    for record in _records(given, rates, waits):
+    for record in _records(args, rates, waits):
         keep(record)
-    save("batch", result, _text(given, rates, waits))
+    save("batch", result, _text(args, rates, waits))
 
 
 def _arguments() -> argparse.Namespace:
@@ -176,17 +176,17 @@ class _Bench:
         prompts: FreshPrompts,
         stack: contextlib.ExitStack,
     ) -> None:
-        self._given, self._folder, self._prompts = args, folder, prompts
+        self._args, self._folder, self._prompts = args, folder, prompts
         self._random = random.Random(7)
         ours = (*our_command(args.model, args.threads), "--records", str(folder / "records"))
         self._server = Server("Twostroke", ours, folder, stack)
 
     def run(self, name: str) -> dict[str, Any]:
         """Let the client ask; return its waits for first tokens, and its time between tokens."""
-        batch = self._begin() if name == _BESIDE else None
+        batch = self._begin() if name == _WITH_BATCH else None
         full_s = self._steps_s() if batch is not None else []
         watch = Watch(self._server.pid)
-        waits = [self._ask() for _ in range(self._given.requests)]
+        waits = [self._ask() for _ in range(self._args.requests)]
         others_share = watch.others_share()
         if batch is not None:
             self._end(batch)
@@ -213,10 +213,10 @@ class _Bench:
 
     def _begin(self) -> str:
         """Begin a batch that lasts longer than the client, and wait until the engine is full."""
-        given, requests = self._given, []
-        for number in range(20 * given.requests):
+        args, requests = self._args, []
+        for number in range(20 * args.requests):
             content = " ".join(map(str, self._prompts.take(_PROMPT // 2)))
-            params = {"model": MODEL_NAME, "max_tokens": 4 * given.tokens}
+            params = {"model": MODEL_NAME, "max_tokens": 4 * args.tokens}
             params["messages"] = [{"role": "user", "content": content}]
             requests.append({"custom_id": f"{number}", "params": params})
         batch: str = self._post("", {"requests": requests})["id"]
@@ -276,7 +276,7 @@ def _records(
             )
         )
     if waits[_ALONE]:
-        runs = waits[_ALONE] + waits[_BESIDE]
+        runs = waits[_ALONE] + waits[_WITH_BATCH]
         times = {name: _pooled(mine, "ttft_s") for name, mine in waits.items()}
         results.append(
             Record(
@@ -285,7 +285,9 @@ def _records(
                 model=args.model,
                 unit="ms",
                 entries=[
-                    Entry("Twostroke", "", [_p99(_pooled([r], "ttft_s")) for r in waits[_BESIDE]])
+                    Entry(
+                        "Twostroke", "", [_p99(_pooled([r], "ttft_s")) for r in waits[_WITH_BATCH]]
+                    )
                 ],
                 command=command,
                 lower_is_better=True,
@@ -294,8 +296,8 @@ def _records(
                 others={
                     **{f"p99 {name}": _p99(mine) for name, mine in times.items()},
                     **{f"p50 {name}": median(mine) for name, mine in times.items()},
-                    "step_ms": median(_pooled(waits[_BESIDE], "full_s")),
-                    "next_token_ms": median(_pooled(waits[_BESIDE], "step_s")),
+                    "step_ms": median(_pooled(waits[_WITH_BATCH], "full_s")),
+                    "next_token_ms": median(_pooled(waits[_WITH_BATCH], "step_s")),
                 },
             )
         )
@@ -311,12 +313,12 @@ def _text(
             mine.tokens_per_s / bare.tokens_per_s
             for mine, bare in zip(rates[_FILE], rates[_ENGINE], strict=True)
         ]
-        what = f"{args.lines} lines, {_PROMPT} tokens in, {args.tokens} out"
+        title = f"{args.lines} lines, {_PROMPT} tokens in, {args.tokens} out"
         rows = [(name, spread(run.tokens_per_s for run in mine)) for name, mine in rates.items()]
-        parts.append(table((what, "tokens/s"), rows))
+        parts.append(table((title, "tokens/s"), rows))
         share = spread([100 * share for share in shares], 1, "%")
         parts.append(
-            f"The file has {share} of the engine's tokens; asked are {_ASKED:.0%}. "
+            f"The file has {share} of the engine's tokens; asked are {_MIN_TOKEN_SHARE:.0%}. "
             f"{_num_disturbed(rates)} of {2 * len(shares)} runs were disturbed."
         )
     if waits[_ALONE]:
@@ -328,13 +330,13 @@ def _text(
         ]
         header = (f"client, {_PROMPT} tokens in", "TTFT p50", "TTFT p99", "between its tokens")
         parts.append(table(header, cells))
-        step = median(_pooled(waits[_BESIDE], "full_s"))
-        more = (_p99(times[_BESIDE]) - _p99(times[_ALONE])) / step
-        runs = waits[_ALONE] + waits[_BESIDE]
+        step = median(_pooled(waits[_WITH_BATCH], "full_s"))
+        added_steps = (_p99(times[_WITH_BATCH]) - _p99(times[_ALONE])) / step
+        runs = waits[_ALONE] + waits[_WITH_BATCH]
         disturbed = sum(run["others_share"] > MAX_SHARE for run in runs)
         parts.append(
-            f"Beside the batch p99 is {more:.2f} of its own steps ({step:.0f} ms) later; asked is "
-            f"at most 1. "
+            f"Beside the batch p99 is {added_steps:.2f} of its own steps ({step:.0f} ms) later; "
+            f"asked is at most 1. "
             f"{disturbed} of {len(runs)} runs were disturbed."
         )
     facts = caption(machine_facts(), args.model, f"{args.rounds} rounds")

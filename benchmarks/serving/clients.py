@@ -47,18 +47,18 @@ if TYPE_CHECKING:
 
 _OURS, _BARE, _LLAMA = "Twostroke", "bare engine", "llama-server"
 _VLLM = "vLLM, without HTTP"
-_ONE = f"{_OURS}, one process"
+_ONE_PROCESS = f"{_OURS}, one process"
 _TRIALS = 2  # rounds after which a way with
-_BEHIND = 0.85  # of the best rate of its server's ways, or less: left out
+_MIN_RATE_RATIO = 0.85  # of the best rate of its server's ways, or less: left out
 _STARTS = 5  # of each kind of our server, in turns
 
 
 def main() -> None:
     """Measure, then print and keep the table."""
-    given = _arguments()
-    prompts = FreshPrompts(heldout_tokens(load(given.model)))
-    shared_prompt = prompts.take(given.shared_tokens)
-    num_fresh = given.prompt_tokens - given.shared_tokens
+    args = _arguments()
+    prompts = FreshPrompts(heldout_tokens(load(args.model)))
+    shared_prompt = prompts.take(args.shared_tokens)
+    num_fresh = args.prompt_tokens - args.shared_tokens
     with tempfile.TemporaryDirectory() as folder_name, contextlib.ExitStack() as stack:
         folder = Path(folder_name)
         clients = Worker(
@@ -67,22 +67,22 @@ def main() -> None:
             folder / "load.log",
         )
         stack.callback(clients.close)
-        starts = _time_starts(given, folder) if given.in_process else {}
-        targets = list(_start(given, folder, clients, stack))
-        for number in range(given.rounds + 1):
-            note(f"Round {number} of {given.rounds}" if number else "Warming up")
-            each = given.clients * (given.requests + 1)
+        starts = _time_starts(args, folder) if args.in_process else {}
+        targets = list(_start(args, folder, clients, stack))
+        for number in range(args.rounds + 1):
+            note(f"Round {number} of {args.rounds}" if number else "Warming up")
+            each = args.clients * (args.requests + 1)
             job = [[*shared_prompt, *prompts.take(num_fresh)] for _ in range(each)]
             for target in targets:
                 if not _is_behind(target, targets):
-                    target.run(job, given.clients, given.tokens, counts=number > 0)
+                    target.run(job, args.clients, args.tokens, counts=number > 0)
         memory = {t.key: family_bytes(t.pid) for t in targets if t.name.startswith(_OURS)}
-    result = {**machine_facts(), "model": given.model, "runs": {t.key: t.runs for t in targets}}
-    keep(_record(given, targets))
+    result = {**machine_facts(), "model": args.model, "runs": {t.key: t.runs for t in targets}}
+    keep(_record(args, targets))
     save(
         "serve",
         result | {"starts_s": starts, "bytes": memory},
-        _text(given, targets, memory, starts),
+        _text(args, targets, memory, starts),
     )
 
 
@@ -157,13 +157,13 @@ def _is_behind(target: Target, targets: list[Target]) -> bool:
     if len(target.runs) < _TRIALS:
         return False
     rates = [median(t.values("tokens_per_s")) for t in targets if t.name == target.name]
-    return median(target.values("tokens_per_s")) <= _BEHIND * max(rates)
+    return median(target.values("tokens_per_s")) <= _MIN_RATE_RATIO * max(rates)
 
 
 def _time_starts(args: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
     """Start our server with an engine in a process of its own, and in one, in turns."""
     ours = our_command(args.model, args.threads)
-    kinds = {_OURS: ours, _ONE: (*ours, "--in-process")}
+    kinds = {_OURS: ours, _ONE_PROCESS: (*ours, "--in-process")}
     taken_s: dict[str, list[float]] = {key: [] for key in kinds}
     for _ in range(_STARTS):
         for key, command in kinds.items():
@@ -189,7 +189,7 @@ def _start(
     yield Target(_OURS, "", clients, server.pid, server.port)
     if args.in_process:
         server = Server(f"{_OURS}-one", (*ours, "--in-process"), folder, stack)
-        yield Target(_ONE, "", clients, server.pid, server.port)
+        yield Target(_ONE_PROCESS, "", clients, server.pid, server.port)
     if args.vllm:
         python = environments.python_of("vllm", args.vllm_env)
         weights = environments.bf16_weights(str(resolve(args.model)), python)
@@ -278,7 +278,9 @@ def _text(
     if best := max((rate for key, rate in rates.items() if key.startswith(_LLAMA)), default=0):
         about.append(f"It gives {rates[_OURS] / best:.2f} times those of llama-server.")
     about += [f"{key} takes {size / 1e6:,.0f} MB after this." for key, size in memory.items()]
-    about += [f"{key} is ready after {spread(taken, 2)} s." for key, taken in starts.items()]
+    about += [
+        f"{key} is ready after {spread(start_times, 2)} s." for key, start_times in starts.items()
+    ]
     if _VLLM in "".join(rates):
         vllm = next(rate for key, rate in rates.items() if key.startswith(_VLLM))
         about.append(f"It gives {rates[_OURS] / vllm:.2f} times those of vLLM.")

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from twostroke.engine.engine import Engine
 
 PARTS = ("transfer", "first", "streams", "virtual", "auto")
-_ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+_ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 _MEMORY = 56_000  # bytes for pages, for each token of a prompt: more than two of SmolLM2's, and
 _WARM = 4  # prompts after which all of it has been used
 
@@ -89,7 +89,7 @@ def _prefill_worker(args: argparse.Namespace) -> None:
             return {"address": f"{args.host}:{prefill_side.port}"}
 
         def read(prompt: list[int]) -> dict[str, Any]:
-            engine.client.generate(prompt, _ONE).wait()
+            engine.client.generate(prompt, _ONE_TOKEN).wait()
             return {}
 
         serve({"address": address, "read": read, "last": lambda: {"end_s": steps[-1][1]}}, answers)
@@ -137,7 +137,7 @@ class Pair:
 
     def call(self, prompt: list[int]) -> float:
         """Have the prompt answered with a token; return when it came."""
-        (output,) = self.engine.client.generate(prompt, _ONE).wait()
+        (output,) = self.engine.client.generate(prompt, _ONE_TOKEN).wait()
         assert output.timings is not None
         return output.timings.first_token_s
 
@@ -148,10 +148,13 @@ def transfer(args: argparse.Namespace) -> dict[str, Any]:
     links = ("socket", *(() if nixl.obstacle() else ("nixl-read", "nixl-write")))
     between = "one host" if obstacle() else "two network namespaces"
     result = _transfer(args, "")
-    return result | {"links": {link: _apart(args, link) for link in links}, "between": between}
+    return result | {
+        "links": {link: _disaggregated(args, link) for link in links},
+        "between": between,
+    }
 
 
-def _apart(args: argparse.Namespace, link: str) -> dict[str, Any]:
+def _disaggregated(args: argparse.Namespace, link: str) -> dict[str, Any]:
     """Return what `_transfer` returns for engines that share no memory."""
     command = [
         sys.executable,
@@ -178,7 +181,7 @@ def _apart(args: argparse.Namespace, link: str) -> dict[str, Any]:
 
 def _transfer(args: argparse.Namespace, link: str) -> dict[str, Any]:
     """Return bytes/s of transfers and of copies, the first of them into unused memory."""
-    ways, asked, copies, num_bytes = [], [], [], 0
+    ways, request_rates, copies, num_bytes = [], [], [], 0
     with ExitStack() as stack:
         pair = Pair(args, stack, link)
         for number, prompt in enumerate(pair.prompts(_WARM + args.rounds)):
@@ -189,7 +192,7 @@ def _transfer(args: argparse.Namespace, link: str) -> dict[str, Any]:
             after = pair.view()
             num_bytes = after.num_bytes - before.num_bytes
             ways.append(num_bytes / (after.fetch_s - before.fetch_s))
-            asked.append(num_bytes / (after.seconds - before.seconds))
+            request_rates.append(num_bytes / (after.seconds - before.seconds))
             if not number:
                 source, target = (np.ones(num_bytes, np.uint8) for _ in range(2))
             began_s = time.perf_counter()
@@ -199,14 +202,14 @@ def _transfer(args: argparse.Namespace, link: str) -> dict[str, Any]:
         "num_bytes": num_bytes,
         "unused": ways[0],
         "bytes_per_s": ways[_WARM:],
-        "asked_bytes_per_s": asked[_WARM:],
+        "asked_bytes_per_s": request_rates[_WARM:],
         "copy_bytes_per_s": copies[_WARM:],
     }
 
 
 def first(args: argparse.Namespace) -> dict[str, Any]:
     """Return the seconds from the last prefill step to the first token, and of the step there."""
-    late, own = [], []
+    lateness_s, steps_s = [], []
     with ExitStack() as stack:
         pair = Pair(args, stack)
         for number, prompt in enumerate(pair.prompts(_WARM + args.rounds)):
@@ -214,9 +217,9 @@ def first(args: argparse.Namespace) -> dict[str, Any]:
             token_s = pair.call(prompt)
             end_s = pair.prefill.call("last")["end_s"]
             began_s, ended_s = pair.steps[-1]
-            late.append(token_s - end_s)
-            own.append(ended_s - began_s)
-    return {"late_s": late[_WARM:], "step_s": own[_WARM:]}
+            lateness_s.append(token_s - end_s)
+            steps_s.append(ended_s - began_s)
+    return {"late_s": lateness_s[_WARM:], "step_s": steps_s[_WARM:]}
 
 
 def _rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -227,28 +230,30 @@ def _rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
         size, pace = outcome["num_bytes"] / 1e6, median(outcome["bytes_per_s"]) / 1e9
         reached = f"{100 * ratio:.0f}% ({size:.0f} MB at {pace:.1f} GB/s)"
         rows += [("transfer beside memcpy", "80%", reached)]
-        asked, unused = median(outcome["asked_bytes_per_s"]), outcome["unused"]
-        rows += [("the same from the question on", "", f"{asked / 1e9:.1f} GB/s")]
+        request_rate, unused = median(outcome["asked_bytes_per_s"]), outcome["unused"]
+        rows += [("the same from the question on", "", f"{request_rate / 1e9:.1f} GB/s")]
         rows += [("the same into memory that was never used", "", f"{unused / 1e9:.1f} GB/s")]
-        for link, one in outcome.get("links", {}).items():
-            rate, asked = median(one["bytes_per_s"]), median(one["asked_bytes_per_s"])
-            share = 100 * rate / median(one["copy_bytes_per_s"])
-            reached = (
-                f"{share:.0f}% ({rate / 1e9:.1f} GB/s, {asked / 1e9:.1f} from the question on)"
+        for link, link_outcome in outcome.get("links", {}).items():
+            rate, request_rate = (
+                median(link_outcome["bytes_per_s"]),
+                median(link_outcome["asked_bytes_per_s"]),
             )
+            share = 100 * rate / median(link_outcome["copy_bytes_per_s"])
+            rates = f"{rate / 1e9:.1f} GB/s, {request_rate / 1e9:.1f} from the question on"
+            reached = f"{share:.0f}% ({rates})"
             rows += [(f"{link} between {outcome['between']}, beside memcpy", "", reached)]
     if outcome := result.get("first"):
         pairs = zip(outcome["late_s"], outcome["step_s"], strict=True)
-        extra = sorted(1e3 * (late - step) for late, step in pairs)
+        extra = sorted(1e3 * (late_s - step) for late_s, step in pairs)
         reached = f"{median(extra):.1f} ms (at most {extra[-1]:.1f})"
         step = f"{1e3 * median(outcome['step_s']):.0f} ms"
         rows += [
             (f"first token after the last prefill step and a step of {step}", "10 ms", reached)
         ]
     if outcome := result.get("streams"):
-        apart, mixed = outcome["apart"], outcome["mixed"]
-        reached = f"{1e3 * apart['itl_p99_s']:.0f} ms of {1e3 * mixed['itl_p99_s']:.0f} ms"
-        ratio = apart["itl_p99_s"] / mixed["itl_p99_s"]
+        separate, mixed = outcome["apart"], outcome["mixed"]
+        reached = f"{1e3 * separate['itl_p99_s']:.0f} ms of {1e3 * mixed['itl_p99_s']:.0f} ms"
+        ratio = separate["itl_p99_s"] / mixed["itl_p99_s"]
         rows += [
             ("ITL p99 of four streams, prompts arriving", "1/5", f"1/{1 / ratio:.0f}: {reached}")
         ]
@@ -258,7 +263,7 @@ def _rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
             ("goodput_per_min", "goodput, prompts a minute", ""),
             ("stream_tokens_per_s", "tokens/s of the streams", ""),
         ):
-            both = [f"{figures[name]:.3g}{unit and ' ' + unit}" for figures in (apart, mixed)]
+            both = [f"{figures[name]:.3g}{unit and ' ' + unit}" for figures in (separate, mixed)]
             rows += [(words, "", f"{both[0]} apart, {both[1]} mixed")]
     for part in ("virtual", "auto"):
         rows += [_rule_row(part, cell) for cell in result.get(part, [])]
@@ -274,8 +279,8 @@ def _rule_row(part: str, cell: dict[str, Any]) -> tuple[str, str, str]:
     words = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in means.items())
     if part == "auto":
         pairs = zip(rounds["never"], rounds["never again"], strict=True)
-        most = max(max(pair) / min(pair) for pair in pairs)
-        words += f"; never beside itself up to {most:.2f} times in a round"
+        max_ratio = max(max(pair) / min(pair) for pair in pairs)
+        words += f"; never beside itself up to {max_ratio:.2f} times in a round"
     where = "auto" if part == "auto" else f"auto, simulated, {cell['engines']} to write"
     name = f"{where}, {cell['mix']}, load {cell['load']:g}"
     return name, "97%", f"{100 * share:.0f}% ({words})"
@@ -319,8 +324,8 @@ def main() -> None:
             result[name] = measure(argparse.Namespace(**facts))
     for name, weigh in (("virtual", virtual), ("auto", auto)):
         if name in args.parts:
-            kept = [row for row in result.get(name, []) if row["mix"] not in args.mixes]
-            result[name] = kept + weigh(args)
+            other_rows = [row for row in result.get(name, []) if row["mix"] not in args.mixes]
+            result[name] = other_rows + weigh(args)
     lines = table(("", "asked", "reached"), _rows(result))
     save(
         "handover",

@@ -43,12 +43,12 @@ _SHORT = 8  # tokens of a stream's prompt: less than a page
 _ENDLESS = 3500  # tokens of a stream that is cut off
 _ANSWER = 16  # tokens to a long prompt
 _BURST = 6  # requests by which the capacity is measured
-_LEAST = 6  # requests of a replay
+_MIN_REQUESTS = 6  # requests of a replay
 _VIRTUAL = 60  # requests of a simulated replay, about
 _SHARES = (0.3, 0.6)  # of arithmetic and bandwidth
 _LINK = 2e9  # bytes/s of pages
 _IN_TIME_S = 0.2  # gap of a stream, and
-_LATE = 3  # times as long as alone, for the first token of a prompt
+_MAX_WAIT_RATIO = 3  # times as long as alone, for the first token of a prompt
 
 
 class Servers:
@@ -98,7 +98,7 @@ async def _stamps(
             has_begun.set()
 
 
-async def _beside(
+async def _load_beside(
     servers: Servers, ports: list[int], args: argparse.Namespace, every_s: float
 ) -> dict[str, Any]:
     """Let prompts arrive beside streams; both take the servers in turn."""
@@ -113,14 +113,14 @@ async def _beside(
     await asyncio.gather(*(process.wait() for process in begun))
     start_s, waits = time.monotonic(), list[float]()
 
-    async def one(number: int) -> None:
+    async def send_prompt(number: int) -> None:
         prompt, stamps = servers.prompt(args.tokens), list[float]()
         due_s = start_s + number * every_s
         await asyncio.sleep(max(0.0, due_s - time.monotonic()))
         await _stamps(ports[number % len(ports)], _ANSWER, prompt, stamps)
         waits.append(stamps[0] - due_s)
 
-    await asyncio.gather(*map(one, range(args.prompts)))
+    await asyncio.gather(*map(send_prompt, range(args.prompts)))
     end_s = time.monotonic()
     for task in tasks:
         task.cancel()
@@ -135,7 +135,9 @@ async def _beside(
         "num_gaps": len(gaps),
         "ttft_p50_s": median(waits),
         "ttft_s": waits,
-        "goodput_per_min": 60 * sum(w <= _LATE * every_s for w in waits) / (end_s - start_s),
+        "goodput_per_min": 60
+        * sum(w <= _MAX_WAIT_RATIO * every_s for w in waits)
+        / (end_s - start_s),
         "stream_tokens_per_s": in_time / (end_s - start_s),
         "seconds": end_s - start_s,
     }
@@ -160,7 +162,7 @@ def streams(args: argparse.Namespace) -> dict[str, Any]:
                 servers.prefill()
                 ports = [servers.decode("always")]
             note(f"Streams and prompts, {name}")
-            results[name] = asyncio.run(_beside(servers, ports, args, results["alone_s"]))
+            results[name] = asyncio.run(_load_beside(servers, ports, args, results["alone_s"]))
     return results
 
 
@@ -204,7 +206,7 @@ def _means(seconds: dict[str, list[float]]) -> str:
 def arrivals(rng: random.Random, every_s: float, until_s: float) -> list[float]:
     """Return Poisson arrivals from 0 on, at least a few."""
     times_s = [0.0]
-    while times_s[-1] < until_s or len(times_s) < _LEAST:
+    while times_s[-1] < until_s or len(times_s) < _MIN_REQUESTS:
         times_s.append(times_s[-1] + rng.expovariate(1 / every_s))
     return times_s
 
@@ -237,8 +239,10 @@ def virtual(args: argparse.Namespace) -> list[dict[str, Any]]:
             times_s = arrivals(rng, alone_s / load / engines, until_s)
             sent = Workload(mix, tuple(RequestArrival(at_s, lengths, answer) for at_s in times_s))
             for rule in DISAGGREGATE:
-                apart = replace(setup, replicas=engines + 1, prefill_replicas=1, disaggregate=rule)
-                seconds[rule].append(fmean(_times(apart, sent)))
+                disaggregated = replace(
+                    setup, replicas=engines + 1, prefill_replicas=1, disaggregate=rule
+                )
+                seconds[rule].append(fmean(_times(disaggregated, sent)))
         line = {"mix": mix, "load": load, "alone_s": alone_s, "engines": engines}
         lines.append({**line, "round_s": seconds})
         note(f"Virtual: {engines} engines, {mix}, load {load:g}: {_means(seconds)}")

@@ -52,8 +52,8 @@ _SHAPE = {
     "hidden_act": "silu",
 }  # fmt: skip
 _CONTEXT, _PAGE, _BLOCK = 131072, 64, 512
-_ONE = "one cache"
-_RUNS, _SIZES = (_ONE, *POLICIES), (8, 64)
+_ONE_CACHE = "one cache"
+_RUNS, _SIZES = (_ONE_CACHE, *POLICIES), (8, 64)
 _PATH = RESULTS / "fleet.json"
 _read = cache(read_trace)
 _POINTS = {"simulated": 0.02, "real": 0.03}
@@ -84,10 +84,10 @@ def one_cache(load: Workload, num_tokens: int, block: int) -> float:
     cached: OrderedDict[int, None] = OrderedDict()
     num_hit = num_prompt = 0
     for arrival in load.arrivals:
-        known = 0
-        while known < len(arrival.blocks) and arrival.blocks[known] in cached:
-            known += 1
-        num_hit += min(known * block, arrival.num_prompt - 1)
+        num_known = 0
+        while num_known < len(arrival.blocks) and arrival.blocks[num_known] in cached:
+            num_known += 1
+        num_hit += min(num_known * block, arrival.num_prompt - 1)
         num_prompt += arrival.num_prompt
         for id_ in reversed(arrival.blocks):  # so that the last block is evicted first
             cached[id_] = None
@@ -109,11 +109,11 @@ def simulated(job: Job) -> dict[str, Any]:
         BatchOptions(token_budget=2048, max_running=256, max_waiting_requests=1_000_000,
                      max_waiting_tokens=1 << 40),
         replicas=replicas,
-        routing="prefix" if policy == _ONE else policy,
+        routing="prefix" if policy == _ONE_CACHE else policy,
     )  # fmt: skip
     load = _fitting(_read(trace).first(count), _CONTEXT).changed(speed=_SPEED[trace] * replicas)
     began_s = time.process_time()
-    if policy == _ONE:
+    if policy == _ONE_CACHE:
         hit = one_cache(load, setup.size().num_pages * replicas * _PAGE, _BLOCK)
         return {"hit": hit, "took_s": time.process_time() - began_s}
     result = simulate(setup, load)
@@ -157,13 +157,15 @@ def real(args: argparse.Namespace) -> dict[str, float]:
         routing="prefix",
         is_here=True,
     )
-    again, size = simulate(setup, load), setup.size()
+    repeated, size = simulate(setup, load), setup.size()
     return {
         "hit": hit,
-        "simulated": again.report.hit_rate,
+        "simulated": repeated.report.hit_rate,
         "requests": len(streams),
         "ttft_s": mean(stream.ttft_s for stream in streams),
-        _ONE: one_cache(load, 2 * size.num_pages * size.page_size, load.arrivals[0].block_size),
+        _ONE_CACHE: one_cache(
+            load, 2 * size.num_pages * size.page_size, load.arrivals[0].block_size
+        ),
     }
 
 
@@ -171,24 +173,24 @@ async def _replay(load: Workload, port: int, vocab_size: int) -> list[Stream]:
     """Send each request when it is due."""
     began_s = time.monotonic() - load.arrivals[0].at_s
 
-    async def one(number: int) -> Stream:
+    async def send_arrival(number: int) -> Stream:
         arrival = load.arrivals[number]
         tokens = arrival.tokens(number, vocab_size - 100).tolist()
         await asyncio.sleep(max(0.0, began_s + arrival.at_s - time.monotonic()))
         return await send_request(port, {"prompt": tokens, "max_tokens": arrival.num_output})
 
-    return await asyncio.gather(*[one(number) for number in range(len(load.arrivals))])
+    return await asyncio.gather(*[send_arrival(number) for number in range(len(load.arrivals))])
 
 
-def simulate_all(jobs: list[Job], kept: dict[str, Any], args: argparse.Namespace) -> None:
+def simulate_all(jobs: list[Job], kept_runs: dict[str, Any], args: argparse.Namespace) -> None:
     """Simulate, several at once, and keep each outcome as soon as it is there."""
     with ProcessPoolExecutor(args.processes) as pool:
         runs = {pool.submit(simulated, job): job for job in jobs}
         for number, run in enumerate(as_completed(runs), 1):
             job, got = runs[run], run.result()
-            kept[str(job)] = got
+            kept_runs[str(job)] = got
             _PATH.parent.mkdir(exist_ok=True)
-            _PATH.write_text(json.dumps({"runs": kept}))
+            _PATH.write_text(json.dumps({"runs": kept_runs}))
             text = f"{number} of {len(jobs)}: {job[0]}, {job[1]} replicas, {job[2]}: {_cell(got)}"
             note(f"{text}, simulated in {got['took_s']:.0f} s")
 
@@ -198,57 +200,62 @@ def compared(runs: dict[str, Any], args: argparse.Namespace) -> tuple[Rows, Rows
 
     Runs that were not made, now or before, are left out.
     """
-    asked: Rows = []
+    asked_rows: Rows = []
     all_: Rows = []
     for trace, replicas in product(_SPEED, _SIZES):
         jobs = {run: (trace, replicas, run, args.requests, args.weight) for run in _RUNS}
-        results = {one: runs[str(job)] for one, job in jobs.items() if str(job) in runs}
+        results = {
+            policy_name: runs[str(job)] for policy_name, job in jobs.items() if str(job) in runs
+        }
         if not results:
             continue
         name = f"{trace.removeprefix('mooncake-')}, {replicas} replicas"
-        if {_ONE, "prefix"} <= results.keys():
-            least, hit = results[_ONE]["hit"] - _POINTS["simulated"], results["prefix"]["hit"]
-            asked.append((f"{name}: hit rate", least, hit, _share, "at least"))
+        if {_ONE_CACHE, "prefix"} <= results.keys():
+            min_hit, hit = (
+                results[_ONE_CACHE]["hit"] - _POINTS["simulated"],
+                results["prefix"]["hit"],
+            )
+            asked_rows.append((f"{name}: hit rate", min_hit, hit, _share, "at least"))
         if {*POLICIES} <= results.keys():
             others_s = min(results[policy]["ttft_s"] for policy in POLICIES if policy != "prefix")
             mean_s = results["prefix"]["ttft_s"]
-            asked.append((f"{name}: mean TTFT", others_s, mean_s, _seconds, "below"))
+            asked_rows.append((f"{name}: mean TTFT", others_s, mean_s, _seconds, "below"))
         all_.append((name, *[_cell(results[run]) if run in results else "" for run in _RUNS]))
-    return asked, all_
+    return asked_rows, all_
 
 
 def main() -> int:
     """Simulate, measure, print and keep; return 1 if a limit is missed."""
-    given = _arguments()
-    asked: Rows = []
+    args = _arguments()
+    asked_rows: Rows = []
     texts, facts = list[str](), machine_facts()
-    kept: dict[str, Any] = json.loads(_PATH.read_text())["runs"] if _PATH.exists() else {}
-    if "simulated" in given.parts:
-        chosen = product(given.traces, given.replicas, given.policies)
-        jobs = [(*one, given.requests, given.weight) for one in chosen]
+    kept_runs: dict[str, Any] = json.loads(_PATH.read_text())["runs"] if _PATH.exists() else {}
+    if "simulated" in args.parts:
+        chosen_jobs = product(args.traces, args.replicas, args.policies)
+        jobs = [(*job_parts, args.requests, args.weight) for job_parts in chosen_jobs]
         note(f"Simulating {len(jobs)} runs")
-        simulate_all(jobs, kept, given)
-        asked, rows = compared(kept, given)
+        simulate_all(jobs, kept_runs, args)
+        asked_rows, rows = compared(kept_runs, args)
         texts.append(table(("hit rate, mean TTFT", *_RUNS), rows))
-    if "real" in given.parts:
-        kept["real"] = got = real(given)
+    if "real" in args.parts:
+        kept_runs["real"] = got = real(args)
         for sign, words in ((-1, "at least"), (1, "at most")):
             limit = got["simulated"] + sign * _POINTS["real"]
-            asked.append(("two servers: hit rate", limit, got["hit"], _share, words))
+            asked_rows.append(("two servers: hit rate", limit, got["hit"], _share, words))
         texts.append(
             f"Two servers: {got['requests']} requests of {_REAL}, lengths x {_SCALE}; simulated "
-            f"{_share(got['simulated'])}, one cache {_share(got[_ONE])}, mean TTFT "
+            f"{_share(got['simulated'])}, one cache {_share(got[_ONE_CACHE])}, mean TTFT "
             f"{_seconds(got['ttft_s'])}."
         )
     lines = [(name, f"{words} {form(limit)}", form(value))
-             for name, limit, value, form, words in asked]  # fmt: skip
+             for name, limit, value, form, words in asked_rows]  # fmt: skip
     is_met = all(
         value >= limit if words == "at least" else value <= limit
-        for _, limit, value, _, words in asked
+        for _, limit, value, _, words in asked_rows
     )
-    under = caption(facts, f"the first {given.requests} requests of each trace")
+    under = caption(facts, f"the first {args.requests} requests of each trace")
     text = "\n\n".join([table(("figure", "asked", "reached"), lines), *texts, under])
-    save("fleet", {"facts": facts, "runs": kept}, text)
+    save("fleet", {"facts": facts, "runs": kept_runs}, text)
     return 0 if is_met else 1
 
 

@@ -166,9 +166,11 @@ def _text(
     lines, worst = [], 0.0
     for name, mine in runs.items():
         gaps_ms = [1e3 * gap for gap, _ in mine]
-        more = median(gaps_ms) / 1e3 - plain
-        worst = max(worst, more)
-        lines.append((name, spread(gaps_ms, 0, " ms"), f"{1e3 * more:+.0f} ms", mine[-1][1][:90]))
+        added_s = median(gaps_ms) / 1e3 - plain
+        worst = max(worst, added_s)
+        lines.append(
+            (name, spread(gaps_ms, 0, " ms"), f"{1e3 * added_s:+.0f} ms", mine[-1][1][:90])
+        )
     about = f"At most {1e3 * worst:.0f} ms more than a plain neighbour; the goal is under 100."
     rounds = caption(facts, args.model, f"{args.rounds} rounds")
     return "\n".join(["## Hostile forms", "", table(header, lines), "", about, "", rounds])

@@ -90,8 +90,8 @@ def _worker(args: argparse.Namespace) -> None:
     """Ask one engine, in this process, and print what it said."""
     with build(args.model, _options(args.folder)) as engine:
         _answer_prompt(engine, _prompt(engine, 99, 300))  # the first steps find untouched memory
-        most = engine.context_length - _OUTPUT - _QUESTION
-        system = _prompt(engine, 1, min(args.tokens, most))
+        max_tokens = engine.context_length - _OUTPUT - _QUESTION
+        system = _prompt(engine, 1, min(args.tokens, max_tokens))
         results = []
         for question in args.questions:
             hints = Hints(keep_s=3600.0) if args.folder else Hints()
@@ -131,18 +131,18 @@ def _restart(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     warm, same = [], True
     for number in questions:
         note(f"Restart {number} of {args.rounds}")
-        again = _in_a_process(args, folder, number)
-        (found,) = again["found"]
-        warm.append(found["ttft_s"])
-        same &= found["tokens"] == without["found"][number - 1]["tokens"]
-        note(f"First token after {found['ttft_s']:.3f} s")
+        repeated = _in_a_process(args, folder, number)
+        (warm_answer,) = repeated["found"]
+        warm.append(warm_answer["ttft_s"])
+        same &= warm_answer["tokens"] == without["found"][number - 1]["tokens"]
+        note(f"First token after {warm_answer['ttft_s']:.3f} s")
     cold = [without["found"][0]["ttft_s"], first["found"][0]["ttft_s"]]
     return {
         "prompt_tokens": without["tokens"],
-        "cached_tokens": found["cached"],
+        "cached_tokens": warm_answer["cached"],
         "cold_s": cold,
         "warm_s": warm,
-        "read_s": again["read_s"],
+        "read_s": repeated["read_s"],
         "factor": median(cold) / median(warm),
         "same_tokens": same,
     }
@@ -237,8 +237,10 @@ def main() -> None:
                 for row in slow
             ]
             columns = ("the disk", "prompt", "without", "with", "difference")
-            asked = f"A disk of {_BYTES_S / 1e6:g} MB/s; asked: at most {100 * _MOST_LOSS:g}% worse"
-            text += ["## A slow disk", "", asked, "", table(columns, lines), ""]
+            goal_text = (
+                f"A disk of {_BYTES_S / 1e6:g} MB/s; asked: at most {100 * _MOST_LOSS:g}% worse"
+            )
+            text += ["## A slow disk", "", goal_text, "", table(columns, lines), ""]
     save("tiers", result, "\n".join([*text, caption(result)]))
 
 

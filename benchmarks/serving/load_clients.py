@@ -53,7 +53,7 @@ async def _replay(
     start_s = time.monotonic() + _LEAD_S
     results: list[dict[str, float]] = [{} for _ in times_s]
 
-    async def one(at: int) -> None:
+    async def send_at(at: int) -> None:
         now_s, usage = time.monotonic() - start_s, dict[str, Any]()
         log = {"sent_s": now_s, "first_s": 0.0, "last_s": 0.0}
         async for _ in send_request(port, model, num_tokens[at], prompts[at], usage):
@@ -65,7 +65,7 @@ async def _replay(
     async with asyncio.TaskGroup() as group:
         for at, due_s in enumerate(times_s):
             await asyncio.sleep(max(0.0, start_s + due_s - time.monotonic()))
-            group.create_task(one(at))
+            group.create_task(send_at(at))
     return results
 
 

@@ -42,9 +42,9 @@ _BURST_S = 1.0  # of the clients that come back
 
 def main() -> None:
     """Measure, then print and keep the table."""
-    given = _arguments()
-    prompts = FreshPrompts(heldout_tokens(load(given.model)))
-    result: dict[str, Any] = {**machine_facts(), "model": given.model}
+    args = _arguments()
+    prompts = FreshPrompts(heldout_tokens(load(args.model)))
+    result: dict[str, Any] = {**machine_facts(), "model": args.model}
     rows: list[tuple[str, ...]] = []
     with tempfile.TemporaryDirectory() as folder_name, contextlib.ExitStack() as stack:
         folder = Path(folder_name)
@@ -52,17 +52,17 @@ def main() -> None:
         command = [sys.executable, "-m", "benchmarks.serving.overload_clients"]
         worker = Worker("clients", command, folder / "clients.log")
         stack.callback(worker.close)
-        ours = our_command(given.model, given.threads)
-        limits = ("--max-running", str(given.running), "--max-waiting", str(given.waiting))
+        ours = our_command(args.model, args.threads)
+        limits = ("--max-running", str(args.running), "--max-waiting", str(args.waiting))
         records = ("--records", str(folder / "records"))
         server = Server("Twostroke", (*ours, *limits, *records), folder, stack)
-        bench = _Bench(given, server, worker, prompts, keys)
+        bench = _Bench(args, server, worker, prompts, keys)
         watch = Watch(server.pid, worker.pid)
-        for part in given.parts:
+        for part in args.parts:
             note(f"Measuring {part}")
             rows += getattr(bench, part)(result)
         result["others_share"] = watch.others_share()
-    save("overload", result, _text(given, rows, result))
+    save("overload", result, _text(args, rows, result))
 
 
 def _arguments() -> argparse.Namespace:
@@ -99,12 +99,12 @@ class _Bench:
         prompts: FreshPrompts,
         keys: dict[str, str],
     ) -> None:
-        self._given, self._port, self._worker = args, server.port, worker
+        self._args, self._port, self._worker = args, server.port, worker
         self._prompts, self._keys = prompts, keys
 
     def load(self, result: dict[str, Any]) -> list[tuple[str, ...]]:
         """Find what fits, then send 20 times as much."""
-        peak = self._run(_WARM_S + 12, loops=[self._loop("light", self._given.running + 8)])
+        peak = self._run(_WARM_S + 12, loops=[self._loop("light", self._args.running + 8)])
         fits = sum(peak["tokens"][1][int(_WARM_S) :]) / 12 / (_PROMPT + _ANSWER)
         rate, seconds = _LOAD * fits, 20.0
         flood = self._run(seconds, [self._request(i / rate) for i in range(int(rate * seconds))])
@@ -156,12 +156,12 @@ class _Bench:
         rows: list[tuple[str, ...]] = []
         for length in (_TRICKLE_PROMPT, _PROMPT):
             alone = self._ttfts(length, 12, [])
-            flooded = self._ttfts(length, 24, [self._loop("flood", 4 * self._given.running)])
+            flooded = self._ttfts(length, 24, [self._loop("flood", 4 * self._args.running)])
             p99s = [_percentile(ttfts, 99) for ttfts in (alone, flooded)]
             result[f"trickle-{length}"] = {"alone_s": alone, "flooded_s": flooded}
-            what = f"TTFT p99 of a trickle, {length} tokens each ({len(flooded)} requests)"
+            title = f"TTFT p99 of a trickle, {length} tokens each ({len(flooded)} requests)"
             outcome = f"{1000 * p99s[0]:.0f} / {1000 * p99s[1]:.0f} ms, x {p99s[1] / p99s[0]:.1f}"
-            rows.append((f"{what}: alone / beside a flood", outcome, "x 2"))
+            rows.append((f"{title}: alone / beside a flood", outcome, "x 2"))
         return rows
 
     def _ttfts(self, length: int, seconds: float, loops: list[dict[str, Any]]) -> list[float]:
@@ -180,14 +180,16 @@ class _Bench:
 
     def shares(self, result: dict[str, Any]) -> list[tuple[str, ...]]:
         """Let two tenants with weights 1 and 3 keep the server busy."""
-        seconds = self._given.seconds
-        loops = [self._loop(name, self._given.running + 8) for name in ("light", "heavy")]
+        seconds = self._args.seconds
+        loops = [self._loop(name, self._args.running + 8) for name in ("light", "heavy")]
         tokens = self._run(_WARM_S + seconds, loops=loops)["tokens"]
         _, light, heavy = (sum(token[int(_WARM_S) :]) for token in tokens)
-        share, whole = heavy / (light + heavy), light + heavy
+        share, num_tokens = heavy / (light + heavy), light + heavy
         result["shares"] = {"light": light, "heavy": heavy, "seconds": seconds}
-        what = f"tenants of weights 1 and 3, {whole:,} tokens in {seconds} s: share of the second"
-        return [(what, f"{share:.1%} ({share / 0.75 - 1:+.1%})", "75% ± 5%")]
+        title = (
+            f"tenants of weights 1 and 3, {num_tokens:,} tokens in {seconds} s: share of the second"
+        )
+        return [(title, f"{share:.1%} ({share / 0.75 - 1:+.1%})", "75% ± 5%")]
 
     def _request(
         self, at_s: float, *, tries: int = 1, length: int = _PROMPT, key: str = "light"

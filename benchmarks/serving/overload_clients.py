@@ -57,56 +57,60 @@ class _Crowd:
         """Do all of it."""
         began_s = time.process_time()
         self._start_s = time.monotonic() + _LEAD_S
-        every = [self._loop(one) for one in loops]
+        every = [self._loop(loop_fields) for loop_fields in loops]
         looping = asyncio.gather(*every)
         tries = await asyncio.gather(*map(self._request, requests))
         tokens = await looping
         used_s = time.process_time() - began_s
         return {"requests": tries, "tokens": [self._tokens, *tokens], "client_s": used_s}
 
-    async def _request(self, asked: dict[str, Any]) -> list[dict[str, float]]:
+    async def _request(self, request: dict[str, Any]) -> list[dict[str, float]]:
         """Send a request when it is due, and again when it is told to, at most `tries` times."""
-        await self._until(asked["at_s"])
+        await self._until(request["at_s"])
         tries: list[dict[str, float]] = []
         while True:
-            one = await self._try(asked)
-            tries.append(one)
-            if one["status"] == 200 or len(tries) == asked["tries"]:
+            attempt = await self._try(request)
+            tries.append(attempt)
+            if attempt["status"] == 200 or len(tries) == request["tries"]:
                 return tries
-            await asyncio.sleep(one["retry_s"])
+            await asyncio.sleep(attempt["retry_s"])
 
-    async def _try(self, asked: dict[str, Any]) -> dict[str, float]:
+    async def _try(self, request: dict[str, Any]) -> dict[str, float]:
         sent_s = self._now_s()
         results = {"sent_s": sent_s, "status": 0, "first_s": 0.0, "end_s": 0.0, "retry_s": 1.0}
-        async for kind, value in self._ask(asked["prompt"], asked["num_tokens"], asked["key"]):
+        async for kind, value in self._ask(
+            request["prompt"], request["num_tokens"], request["key"]
+        ):
             if kind == "token":
-                self._count(self._tokens, asked["prompt"], is_first=not results["first_s"])
+                self._count(self._tokens, request["prompt"], is_first=not results["first_s"])
                 results["first_s"] = results["first_s"] or self._now_s()
             else:
                 results[kind] = value
         results["end_s"] = self._now_s()
         return results
 
-    async def _loop(self, asked: dict[str, Any]) -> list[int]:
+    async def _loop(self, loop_fields: dict[str, Any]) -> list[int]:
         """Let clients ask until the time is over; return the tokens computed in each second."""
         seconds = [0] * int(self._seconds)
-        prompts = itertools.cycle(asked["prompts"])
+        prompts = itertools.cycle(loop_fields["prompts"])
 
         async def client() -> None:
             await self._until(0.0)
             while self._now_s() < self._seconds:
                 prompt, is_first, retry_s = next(prompts), True, 0.0
-                async for kind, value in self._ask(prompt, asked["num_tokens"], asked["key"]):
+                async for kind, value in self._ask(
+                    prompt, loop_fields["num_tokens"], loop_fields["key"]
+                ):
                     if kind == "token":
                         self._count(seconds, prompt, is_first=is_first)
                         is_first = False
                     retry_s = value if kind == "retry_s" else retry_s
                 await asyncio.sleep(retry_s)
 
-        clients = [asyncio.create_task(client()) for _ in range(asked["clients"])]
+        clients = [asyncio.create_task(client()) for _ in range(loop_fields["clients"])]
         await self._until(self._seconds)
-        for one in clients:
-            one.cancel()
+        for client_task in clients:
+            client_task.cancel()
         await asyncio.gather(*clients, return_exceptions=True)
         return seconds
 

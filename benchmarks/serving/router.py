@@ -39,7 +39,7 @@ _TTFT_S = {"p50": 0.001, "p99": 0.005}
 _TOKENS = 0.97
 _DECISION_S = {"p50": 50e-6, "p99": 200e-6}
 _RAMP_S = 1.5  # from the beginning of a turn, until all streams write
-_KEYS, _MORE = 25, 2  # of a prompt of some 50 KB, and of a turn more
+_KEYS, _NUM_MORE_KEYS = 25, 2  # of a prompt of some 50 KB, and of a turn more
 
 
 class Stream:
@@ -77,18 +77,18 @@ async def send_request(port: int, fields: dict[str, Any]) -> Stream:
     return seen
 
 
-async def crowd(ports: Sequence[int], num_clients: int, seconds: float, given: Any) -> list[Stream]:
+async def crowd(ports: Sequence[int], num_clients: int, seconds: float, args: Any) -> list[Stream]:
     """Return the answers of clients, each of which asks again and again, for some seconds."""
-    until_s, seen, rng = time.monotonic() + seconds, list[Stream](), random.Random(given.seed)
-    given.seed += 1
-    words = given.words
+    until_s, seen, rng = time.monotonic() + seconds, list[Stream](), random.Random(args.seed)
+    args.seed += 1
+    words = args.words
 
     async def client(number: int) -> None:
         while time.monotonic() < until_s:
-            at = rng.randrange(len(words) - given.prompt)
-            prompt = f"{rng.random()} " + " ".join(words[at : at + given.prompt])
+            at = rng.randrange(len(words) - args.prompt)
+            prompt = f"{rng.random()} " + " ".join(words[at : at + args.prompt])
             # Answers of one length would end together, and then all prompts wait for each other.
-            length = rng.randint(given.tokens // 2, 3 * given.tokens // 2)
+            length = rng.randint(args.tokens // 2, 3 * args.tokens // 2)
             fields = {"prompt": prompt, "max_tokens": length}
             seen.append(await send_request(ports[number % len(ports)], fields))
 
@@ -125,15 +125,15 @@ def decisions(num_replicas: int, num_blocks: int, count: int) -> dict[str, float
         assert routed_request is not None
         dispatcher.end(routed_request)
         texts.append(keys)
-    asked, open_ = [], []
+    routing_keys, open_ = [], []
     for _ in range(count):
-        more = tuple([rng.getrandbits(64) for _ in range(_MORE)])
-        keys = rng.choice(texts) + more
-        asked.append(RoutingKey(keys, bytes_of_blocks(len(keys)), keys[0]))
+        more_keys = tuple([rng.getrandbits(64) for _ in range(_NUM_MORE_KEYS)])
+        keys = rng.choice(texts) + more_keys
+        routing_keys.append(RoutingKey(keys, bytes_of_blocks(len(keys)), keys[0]))
     wall_s, own_s = [], []
-    for one in asked:
+    for routing_key in routing_keys:
         began_s, start_s = time.perf_counter(), time.thread_time()
-        routed_request = dispatcher.decide(one)
+        routed_request = dispatcher.decide(routing_key)
         own_s.append(time.thread_time() - start_s)
         wall_s.append(time.perf_counter() - began_s)
         open_.append(routed_request)
@@ -168,11 +168,11 @@ def streams(args: argparse.Namespace) -> dict[str, Any]:
                     rates[name].append(rate(result, began_s + _RAMP_S, began_s + args.seconds))
         logs = "".join([path.read_text() for path in folder.glob("replica*.log")])
     own_s = dict(re.findall(r'"request_id": "(\w+)".*?"ttft_s": ([0-9.e-]+)', logs))
-    for one in (*seen["own choice"], *seen["router"]):
-        one.own_s = float(own_s[one.id])
+    for stream in (*seen["own choice"], *seen["router"]):
+        stream.own_s = float(own_s[stream.id])
     pairs = zip(rates["router"], rates["own choice"], strict=True)
     return {
-        "gained": statistics.median(routed / own for routed, own in pairs),
+        "gained": statistics.median(routed / direct_s for routed, direct_s in pairs),
         "requests": {name: len(all_) for name, all_ in seen.items()},
         "rates": rates,
         "ttft_s": {n: percentiles(answer.ttft_s for answer in all_) for n, all_ in seen.items()},
@@ -185,16 +185,16 @@ def streams(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> int:
     """Measure, print and keep the tables; return 1 if a limit is missed."""
-    given = _arguments()
-    given.words = _words()
-    result = streams(given)
+    args = _arguments()
+    args.words = _words()
+    result = streams(args)
     added, gained = result["added_s"], result["gained"]
     rows = [
         (f"TTFT {name} beyond the server's own, against own choice", 1e3 * limit,
          1e3 * (added["router"][name] - added["own choice"][name]), "ms")
         for name, limit in _TTFT_S.items()
     ]  # fmt: skip
-    timed = decisions(given.replicas, given.blocks, given.decisions)
+    timed = decisions(args.replicas, args.blocks, args.decisions)
     rows += [
         (f"a decision, {name}", 1e6 * limit, 1e6 * timed[f"wall {name}"], "us")
         for name, limit in _DECISION_S.items()
@@ -209,25 +209,25 @@ def main() -> int:
         for name, seconds in costs.items()
     ]
     took = " and ".join(f"{1e6 * timed[f'processor {name}']:.0f}" for name in _DECISION_S)
-    more = (
+    notes = (
         f"TTFT p50 and p99, tokens a second: {_all(result, 'own choice')} with own choice, "
         f"{_all(result, 'router')} with the router. A decision takes {took} us of processor time."
     )
     facts = machine_facts()
     under = caption(
         facts,
-        f"{given.clients} streams, {result['requests']['own choice']} and "
+        f"{args.clients} streams, {result['requests']['own choice']} and "
         f"{result['requests']['router']} requests",
-        f"{given.replicas} replicas, {given.blocks:,} blocks",
+        f"{args.replicas} replicas, {args.blocks:,} blocks",
     )
-    text = "\n\n".join([table(("figure", "asked", "reached"), lines), more, under])
+    text = "\n\n".join([table(("figure", "asked", "reached"), lines), notes, under])
     save("router", {"facts": facts, "streams": result, "decisions": timed, "costs_s": costs}, text)
     return 0 if is_met else 1
 
 
-def _all(found: dict[str, Any], name: str) -> str:
-    p50, p99 = [1e3 * found["ttft_s"][name][point] for point in ("p50", "p99")]
-    return f"{p50:.0f} ms, {p99:.0f} ms, {statistics.median(found['rates'][name]):.0f}"
+def _all(outcome: dict[str, Any], name: str) -> str:
+    p50, p99 = [1e3 * outcome["ttft_s"][name][point] for point in ("p50", "p99")]
+    return f"{p50:.0f} ms, {p99:.0f} ms, {statistics.median(outcome['rates'][name]):.0f}"
 
 
 def _words() -> list[str]:

@@ -36,10 +36,10 @@ class Crowd:
         """Open connections that have had an answer."""
         call = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
         for _ in range(count):
-            one = self._connect(port)
-            one.sendall(call)
-            _read_head(one)
-            self._idle.append(one)
+            client = self._connect(port)
+            client.sendall(call)
+            _read_head(client)
+            self._idle.append(client)
         return {"open": len(self._sockets)}
 
     def slow(self, port: int, count: int, model: str, num_tokens: int) -> dict[str, Any]:
@@ -55,9 +55,9 @@ class Crowd:
             b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
         )
         for _ in range(count):
-            one = self._connect(port)
-            one.sendall(call)
-            self._slow.append(one)
+            client = self._connect(port)
+            client.sendall(call)
+            self._slow.append(client)
         self._sipper = threading.Thread(target=self._sip, daemon=True)
         self._sipper.start()
         return {"open": len(self._sockets)}
@@ -69,19 +69,19 @@ class Crowd:
             self._sipper.join()
         self._stop.clear()
         closed = self._closed + sum(_is_closed(connection) for connection in self._idle)
-        for one in self._sockets:
-            one.close()
+        for client in self._sockets:
+            client.close()
         self._sockets, self._idle, self._slow = [], [], []
         self._closed, self._sipper = 0, None
         return {"closed_by_server": closed}
 
     def _connect(self, port: int) -> socket.socket:
-        one = socket.socket()
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
-        one.settimeout(_ANSWER_WITHIN_S)
-        one.connect(("127.0.0.1", port))
-        self._sockets.append(one)
-        return one
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
+        client.settimeout(_ANSWER_WITHIN_S)
+        client.connect(("127.0.0.1", port))
+        self._sockets.append(client)
+        return client
 
     def _sip(self) -> None:
         while not self._stop.is_set():
@@ -90,32 +90,32 @@ class Crowd:
                 connection.settimeout(0)
                 try:
                     if not connection.recv(_SIP_BYTES):
-                        self._gone(connection)
+                        self._remove(connection)
                 except BlockingIOError:
                     pass
                 except OSError:
-                    self._gone(connection)
+                    self._remove(connection)
             self._stop.wait(max(0.0, _SIP_EACH_S - (time.monotonic() - start_s)))
 
-    def _gone(self, one: socket.socket) -> None:
-        self._slow.remove(one)
+    def _remove(self, client: socket.socket) -> None:
+        self._slow.remove(client)
         self._closed += 1
 
 
-def _is_closed(one: socket.socket) -> bool:
-    one.settimeout(0)
+def _is_closed(client: socket.socket) -> bool:
+    client.settimeout(0)
     try:
-        while one.recv(4096):  # the body that was not read
+        while client.recv(4096):  # the body that was not read
             pass
     except BlockingIOError:
         return False
     return True
 
 
-def _read_head(one: socket.socket) -> None:
+def _read_head(client: socket.socket) -> None:
     seen = b""
     while b"\r\n\r\n" not in seen:
-        data = one.recv(4096)
+        data = client.recv(4096)
         if not data:
             raise RuntimeError("the server closed a connection")
         seen += data

@@ -36,8 +36,8 @@ _MB = 1e6
 
 def main() -> None:
     """Measure, then print and keep the table."""
-    given = _arguments()
-    prompts = FreshPrompts(heldout_tokens(load(given.model)))
+    args = _arguments()
+    prompts = FreshPrompts(heldout_tokens(load(args.model)))
     runs: dict[str, list[dict[str, Any]]] = {_ALONE: [], _IDLE: [], _SLOW: []}
     with tempfile.TemporaryDirectory() as folder_name, contextlib.ExitStack() as stack:
         workers = {}
@@ -48,16 +48,16 @@ def main() -> None:
             command = [sys.executable, "-m", script]
             workers[name] = Worker(name, command, Path(folder_name) / f"{name}.log")
             stack.callback(workers[name].close)
-        ours = our_command(given.model, given.threads)
+        ours = our_command(args.model, args.threads)
         server = Server("Twostroke", ours, Path(folder_name), stack)
-        bench = _Bench(given, server, workers["client"], workers["crowd"], prompts)
-        for number in range(given.rounds + 1):
-            note(f"Round {number} of {given.rounds}" if number else "Warming up")
+        bench = _Bench(args, server, workers["client"], workers["crowd"], prompts)
+        for number in range(args.rounds + 1):
+            note(f"Round {number} of {args.rounds}" if number else "Warming up")
             for name, mine in runs.items():
                 run = bench.run(name)
                 if number:
                     mine.append(run)
-    save("crowd", {**machine_facts(), "model": given.model, "runs": runs}, _text(given, runs))
+    save("crowd", {**machine_facts(), "model": args.model, "runs": runs}, _text(args, runs))
 
 
 def _arguments() -> argparse.Namespace:
@@ -86,7 +86,7 @@ class _Bench:
         crowd: Worker,
         prompts: FreshPrompts,
     ) -> None:
-        self._given, self._server, self._prompts = args, server, prompts
+        self._args, self._server, self._prompts = args, server, prompts
         self._client, self._crowd = client, crowd
         self._memory_before: int | None = None  # any crowd
 
@@ -96,22 +96,22 @@ class _Bench:
         Raises:
             SystemExit: a request failed.
         """
-        given, port = self._given, self._server.port
+        args, port = self._args, self._server.port
         if self._memory_before is None and name != _ALONE:
             self._memory_before = memory(self._server.pid)["VmRSS"]
         try:
             if name == _IDLE:
-                self._crowd.call("idle", port=port, count=given.crowd)
+                self._crowd.call("idle", port=port, count=args.crowd)
             elif name == _SLOW:
-                fields = {"model": MODEL_NAME, "num_tokens": given.crowd_tokens}
-                self._crowd.call("slow", port=port, count=given.crowd, **fields)
+                fields = {"model": MODEL_NAME, "num_tokens": args.crowd_tokens}
+                self._crowd.call("slow", port=port, count=args.crowd, **fields)
                 self._wait_until_done()
             memory_bytes = memory(self._server.pid)["VmRSS"]
             grown = memory_bytes - (self._memory_before or memory_bytes)
             watch = Watch(self._server.pid, self._client.pid, self._crowd.pid)
             answer = self._client.call(
-                "loop", port=port, model=MODEL_NAME, num_clients=1, num_tokens=given.tokens,
-                prompts=[self._prompts.take(32) for _ in range(given.requests + 1)],
+                "loop", port=port, model=MODEL_NAME, num_clients=1, num_tokens=args.tokens,
+                prompts=[self._prompts.take(32) for _ in range(args.requests + 1)],
             )  # fmt: skip
             others = watch.others_share()
             left = self._crowd.call("leave")

@@ -53,9 +53,9 @@ _DONE: Final[Any] = _Work()
 
 
 async def _answer(scope: Scope, _receive: Receive, send: Send) -> None:
-    served = served_of(scope)
-    served.reserve(1000)
-    served.running = _DONE
+    served_request = served_of(scope)
+    served_request.reserve(1000)
+    served_request.running = _DONE
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": b"{}"})
 
@@ -73,13 +73,13 @@ async def _run(app: ASGIApp, text: str, usage: UsageBook | None, count: int) -> 
     began_s = time.process_time()
     for _ in range(count):
         headers = [(b"host", b"localhost"), (b"authorization", b"Bearer " + text.encode())]
-        served = ServedRequest("req-1", OPENAI, "POST", _PATH)
-        state = {STATE_KEY: served}
+        served_request = ServedRequest("req-1", OPENAI, "POST", _PATH)
+        state = {STATE_KEY: served_request}
         scope = {"type": "http", "method": "POST", "path": _PATH, "headers": headers}
         await app({**scope, "state": state}, _unread, _drop)
-        served.end()
+        served_request.end()
         if usage is not None:
-            usage.observe(served)
+            usage.observe(served_request)
     return (time.process_time() - began_s) / count
 
 

@@ -95,7 +95,9 @@ def before_load_schema(context: Any, raw_schema: dict[str, Any]) -> None:
             if field.get("x-wrong-is-ignored"):
                 schema["properties"][name] = {}
     documents = {_ROOT: exact, _LOOSE: loose}
-    resources = {key: Resource.from_contents(it, DRAFT202012) for key, it in documents.items()}
+    resources = {
+        key: Resource.from_contents(document, DRAFT202012) for key, document in documents.items()
+    }
     _registry = Registry().with_resources(resources.items())
     for schema in raw_schema["components"]["schemas"].values():
         model = schema.get("properties", {}).get("model", {})
@@ -227,11 +229,11 @@ def _limit(body: dict[str, Any]) -> int:
 
 def _reconcile_prompt(body: dict[str, Any]) -> None:
     if body.get("messages"):
-        gone: tuple[str, ...] = ("prompt", "add_special_tokens", "parse_special")
+        dropped_fields: tuple[str, ...] = ("prompt", "add_special_tokens", "parse_special")
     else:
         body["prompt"] = body.get("prompt") or "hello"
-        gone = ("messages", "tools", "add_generation_prompt", "continue_final_message")
-    for name in (*gone, "content", "add_special", "with_pieces"):
+        dropped_fields = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+    for name in (*dropped_fields, "content", "add_special", "with_pieces"):
         body.pop(name, None)
 
 

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parents[1]
 TINY = "tiny"
 _START_S = 120
 _IDLE_S = 60
@@ -45,27 +45,27 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="the same requests again")
     parser.add_argument("--workers", type=int, default=1, help="requests at a time")
     parser.add_argument("--phases", default="examples,coverage,fuzzing,stateful")
-    given, rest = parser.parse_known_args()
-    program = shutil.which(given.schemathesis)
+    known_options, rest = parser.parse_known_args()
+    program = shutil.which(known_options.schemathesis)
     if program is None:
-        parser.error(f"there is no program {given.schemathesis}")
+        parser.error(f"there is no program {known_options.schemathesis}")
     command = [
-        *(str(Path(program).absolute()), "--config-file", str(HERE / "schemathesis.toml")),
-        *("run", "--phases", given.phases, "--max-examples", str(given.cases)),
-        *("--workers", str(given.workers), "--continue-on-failure"),
-        *(("--seed", str(given.seed)) if given.seed is not None else ()),
+        *(str(Path(program).absolute()), "--config-file", str(FOLDER / "schemathesis.toml")),
+        *("run", "--phases", known_options.phases, "--max-examples", str(known_options.cases)),
+        *("--workers", str(known_options.workers), "--continue-on-failure"),
+        *(("--seed", str(known_options.seed)) if known_options.seed is not None else ()),
         *rest,
     ]
-    environment = os.environ | {"SCHEMATHESIS_HOOKS": "hooks", "PYTHONPATH": str(HERE)}
-    with tempfile.TemporaryDirectory() as folder, _server(given.model, folder) as url:
+    environment = os.environ | {"SCHEMATHESIS_HOOKS": "hooks", "PYTHONPATH": str(FOLDER)}
+    with tempfile.TemporaryDirectory() as folder, _server(known_options.model, folder) as url:
         before, size = _plain(url), _size(url)
-        asked = subprocess.run(
+        finished_run = subprocess.run(
             [*command, f"{url}/openapi.json"], env=environment, cwd=folder, check=False
         )
         faults = _faults(url, before, size)
     for fault in faults:
         print(f"afterwards: {fault}")
-    return int(bool(asked.returncode or faults))
+    return int(bool(finished_run.returncode or faults))
 
 
 def _faults(url: str, before: Any, size: float) -> list[str]:
@@ -75,10 +75,10 @@ def _faults(url: str, before: Any, size: float) -> list[str]:
     if health["status"] != "ok":
         faults.append(f"its health is {health}")
     deadline = time.monotonic() + _IDLE_S
-    while any((held := _held(url)).values()) and time.monotonic() < deadline:
+    while any((held_resources := _held_resources(url)).values()) and time.monotonic() < deadline:
         time.sleep(0.2)
-    if any(held.values()):
-        faults.append(f"it still holds {held}")
+    if any(held_resources.values()):
+        faults.append(f"it still holds {held_resources}")
     if (answer := _plain(url)) != before:
         faults.append(f"the plain answer was {before} and is {answer}")
     growth = _size(url) - size
@@ -99,7 +99,7 @@ def _plain(url: str) -> Any:
         return json.load(answer)["choices"]
 
 
-def _held(url: str) -> dict[str, float]:
+def _held_resources(url: str) -> dict[str, float]:
     names = ("requests_running", "requests_waiting", "referenced_pages")
     return {name: _metric(url, f"twostroke_{name}") for name in names}
 

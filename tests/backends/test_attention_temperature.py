@@ -86,8 +86,8 @@ def test_an_engine_on_the_cpu_has_the_context_before_the_first_temperature(tmp_p
     too_long = EngineOptions(cache=CacheOptions(context_length=2049))
     with pytest.raises(BackendError, match="only the first 2048 of 8192 tokens of context"):
         LLM(path, options=too_long)
-    whole = EngineOptions(ComputeOptions("reference"), CacheOptions(context_length=4096))
-    with LLM(path, options=whole) as llm:
+    long_context = EngineOptions(ComputeOptions("reference"), CacheOptions(context_length=4096))
+    with LLM(path, options=long_context) as llm:
         assert llm.engine.context_length == 4096
 
 

@@ -57,9 +57,9 @@ def test_heads_compute_what_the_reference_does(model: LoadedModel, level: str, k
         )
         for name, shape in program.weight_shapes.items()
     } | {TABLE: model.tensors[TABLE], NUMBERS: numbers_table(depth)}
-    shown = last_hidden(program)
-    right = ReferenceBackend(program, tensors, 8, 16, tapped_value=shown)
-    tested = cpu(level, program, tensors, 8, 16, tapped_value=shown)
+    tapped_value = last_hidden(program)
+    right = ReferenceBackend(program, tensors, 8, 16, tapped_value=tapped_value)
+    tested = cpu(level, program, tensors, 8, 16, tapped_value=tapped_value)
     params = SamplingParams(temperature=0, logprobs=0)
     for start, count in ((0, 5), (5, 1), (6, 3), (9, 30), (39, 1)):
         pieces = []
@@ -70,11 +70,11 @@ def test_heads_compute_what_the_reference_does(model: LoadedModel, level: str, k
             pieces.append(Slice(request, start, count, samples=True))
         rows = rng.standard_normal((2 * count, model.spec.hidden_size)).astype(np.float32)
         plan = StepPlan(tuple(pieces), external=rows)
-        expected, found = right.run(plan), tested.run(plan)
+        expected, result = right.run(plan), tested.run(plan)
         assert expected.hidden is not None
-        assert found.hidden is not None
-        assert found.hidden.shape == (2, model.spec.hidden_size)
-        np.testing.assert_allclose(found.hidden, expected.hidden, atol=0.02, rtol=0.02)
+        assert result.hidden is not None
+        assert result.hidden.shape == (2, model.spec.hidden_size)
+        np.testing.assert_allclose(result.hidden, expected.hidden, atol=0.02, rtol=0.02)
     tested.close()
 
 

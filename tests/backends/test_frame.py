@@ -80,8 +80,8 @@ def test_page_tables_follow_requests_that_come_grow_move_and_go():
                 for pages in request.pages:
                     pages.append(page)
                     page += 1
-        chosen = [r for r in alive if rng.random() < 0.8] or alive
-        plan = StepPlan(tuple(Slice(r, 4, 1, samples=True) for r in chosen))
+        chosen_requests = [r for r in alive if rng.random() < 0.8] or alive
+        plan = StepPlan(tuple(Slice(r, 4, 1, samples=True) for r in chosen_requests))
         steps.fill(plan)
         assert_same(reader.read(steps.encode_step()), steps)
 

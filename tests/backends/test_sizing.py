@@ -57,12 +57,12 @@ def test_a_small_model_reserves_little_of_plenty_of_memory() -> None:
 
 
 def test_int8_pages_hold_almost_twice_as_many_tokens() -> None:
-    found, usual = (
+    int8_size, usual = (
         size(7 * 10**8, running=256, kv_format=kv_format) for kv_format in ("int8", "f16")
     )
-    assert found.kv_format == "int8"
-    assert 1.9 < found.num_pages / usual.num_pages < 2
-    assert found.cache_bytes == found.num_pages * 16 * 30 * 2 * 3 * (64 + 2)
+    assert int8_size.kv_format == "int8"
+    assert 1.9 < int8_size.num_pages / usual.num_pages < 2
+    assert int8_size.cache_bytes == int8_size.num_pages * 16 * 30 * 2 * 3 * (64 + 2)
 
 
 def test_pages_take_half_of_what_is_free() -> None:
@@ -88,9 +88,9 @@ def test_requested_memory_is_filled_and_not_exceeded(page_size: int) -> None:
 def test_ranks_that_divide_places_store_their_share_of_each_page() -> None:
     mesh = Mesh(column_parts=(1, 1), kv_by_tokens=True)
     parts = [rank.program for rank in shard(PROGRAM, mesh)]
-    for here, share in ((parts, 1.0), (parts[:1], 0.5)):  # on one machine, on two
+    for local_parts, share in ((parts, 1.0), (parts[:1], 0.5)):  # on one machine, on two
         result = size_kv_cache(
-            PROGRAM, CacheOptions(200 * MB), 256, WEIGHT_BYTES, 10**11, parts=here, mesh=mesh
+            PROGRAM, CacheOptions(200 * MB), 256, WEIGHT_BYTES, 10**11, parts=local_parts, mesh=mesh
         )
         assert result.page_size == 128
         assert result.cache_bytes == result.num_pages * 128 * TOKEN_BYTES * share

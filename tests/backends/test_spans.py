@@ -32,9 +32,9 @@ class Sender(ReferenceBackend):
 
     def __init__(self) -> None:
         super().__init__(PROGRAM, random_tensors(PROGRAM), NUM_PAGES, PAGE_SIZE)
-        places = CONTEXT // PAGE_SIZE
-        limits = FrameLimits(PROGRAM.vocab_size, NUM_PAGES, PAGE_SIZE, 1000, 1, places)
-        self.steps = StepArrays(1, PAGE_SIZE, places, one_arithmetic=True)
+        max_pages = CONTEXT // PAGE_SIZE
+        limits = FrameLimits(PROGRAM.vocab_size, NUM_PAGES, PAGE_SIZE, 1000, 1, max_pages)
+        self.steps = StepArrays(1, PAGE_SIZE, max_pages, one_arithmetic=True)
         self.steps.tables.note_changes()
         self.reader = FrameReader(limits)
 
@@ -44,7 +44,9 @@ class Sender(ReferenceBackend):
         expected = flatten(plan.slices)
         for part in (0, 1, 3):  # tokens, positions, sampled rows
             assert np.array_equal(result[part], expected[part])
-        assert [places(span) for span in result[2]] == [places(span) for span in expected[2]]
+        assert [page_entries(span) for span in result[2]] == [
+            page_entries(span) for span in expected[2]
+        ]
         copies = [
             {copy for span in spans for copy in span.copies} for spans in (result[2], expected[2])
         ]
@@ -57,7 +59,7 @@ class Sender(ReferenceBackend):
         self.steps.forget(request)
 
 
-def places(span: RowSpan) -> tuple[slice, int, list[int], list[list[int]]]:
+def page_entries(span: RowSpan) -> tuple[slice, int, list[int], list[list[int]]]:
     """Return a row span's rows, position and pages; pages only up to its last row."""
     pages = span.pages[:, : -(-span.end // PAGE_SIZE)]
     return span.rows, span.start, span.above.tolist(), pages.tolist()
@@ -69,7 +71,7 @@ def test_a_frame_says_what_its_plan_does(seed: int) -> None:
     requests = random_requests(rng, 6, PROGRAM.vocab_size, 60, 12)
     setting = Setting(NUM_PAGES, 40, 5, True, Continuous(), draft_seed=seed)
     sender = Sender()
-    known, _ = run_schedule(sender, setting, [fresh(r) for r in requests], CONTEXT)
-    run_schedule(sender, setting, [fresh(r) for r in requests], CONTEXT, known)
+    expected_answers, _ = run_schedule(sender, setting, [fresh(r) for r in requests], CONTEXT)
+    run_schedule(sender, setting, [fresh(r) for r in requests], CONTEXT, expected_answers)
     assert sender.num_branches
     assert sender.num_copies

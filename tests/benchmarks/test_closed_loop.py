@@ -14,28 +14,28 @@ from benchmarks.serving import load_clients as load
 
 
 def test_each_client_asks_for_its_share_of_the_prompts_one_after_the_other():
-    running, most, asked = 0, 0, []
+    running, most_running, prompt_numbers = 0, 0, []
 
     async def send_request(prompt):
-        nonlocal running, most
+        nonlocal running, most_running
         running += 1
-        most = max(most, running)
-        asked.append(prompt[0])
+        most_running = max(most_running, running)
+        prompt_numbers.append(prompt[0])
         for _ in range(4):
             await asyncio.sleep(0.001)
             yield 1
         running -= 1
 
-    served = asyncio.run(
+    load_result = asyncio.run(
         closed_loop.run(
             send_request, [[n] for n in range(9)], closed_loop.Loop(num_clients=3, num_tokens=4)
         )
     )
-    assert sorted(asked) == list(range(9))
-    assert most == 3
-    assert served.num_requests == 6
-    assert len(served.gaps_s) == 6 * 3
-    assert served.tokens_per_s > 0
+    assert sorted(prompt_numbers) == list(range(9))
+    assert most_running == 3
+    assert load_result.num_requests == 6
+    assert len(load_result.gaps_s) == 6 * 3
+    assert load_result.tokens_per_s > 0
 
 
 def test_tokens_are_counted_between_the_last_first_answer_and_the_first_last_one(monkeypatch):
@@ -48,14 +48,14 @@ def test_tokens_are_counted_between_the_last_first_answer_and_the_first_last_one
             clock[0] += 1
             yield 1
 
-    served = asyncio.run(
+    load_result = asyncio.run(
         closed_loop.run(
             send_request, [[1], [2], [3]], closed_loop.Loop(num_clients=1, num_tokens=4)
         )
     )
-    assert served.tokens_per_s == pytest.approx(2)
-    assert served.ttfts_s == pytest.approx([1, 1])
-    assert served.gaps_s == pytest.approx([1, 1])
+    assert load_result.tokens_per_s == pytest.approx(2)
+    assert load_result.ttfts_s == pytest.approx([1, 1])
+    assert load_result.gaps_s == pytest.approx([1, 1])
 
 
 def test_a_loop_without_a_second_prompt_for_each_client_is_refused():
@@ -101,9 +101,9 @@ def test_the_client_counts_pieces_of_text_wherever_chunks_are_cut():
         chunks = [stream[i : i + cut] for i in range(0, len(stream), cut)]
         counts, sent = _answer(_OK, *chunks, b"")
         assert counts == [1, 1]
-    asked = json.loads(sent.partition(b"\r\n\r\n")[2])
-    assert asked["prompt"] == [5, 6]
-    assert asked["max_tokens"] == 3
+    request_body = json.loads(sent.partition(b"\r\n\r\n")[2])
+    assert request_body["prompt"] == [5, 6]
+    assert request_body["max_tokens"] == 3
 
 
 def test_an_answer_of_another_length_is_an_error():

@@ -23,11 +23,11 @@ def test_a_dry_run_predicts_every_row(
     body = json.loads(out.read_text())
     assert body["predicted_only"]
     assert list(body["rows"]) == list(gpu.ROWS)
-    one, many = (body["rows"][f"{name}-8b-bf16"] for name in ("decode", "prefill"))
-    assert 15e9 < one["bytes"] < 17e9  # 8.03 billion weights of two bytes, but for the table
-    assert one["floor_ms"] == pytest.approx(1e3 * one["bytes"] / 4.3e12, abs=1e-3)
+    decode_row, many = (body["rows"][f"{name}-8b-bf16"] for name in ("decode", "prefill"))
+    assert 15e9 < decode_row["bytes"] < 17e9  # 8.03 billion weights of two bytes, but for the table
+    assert decode_row["floor_ms"] == pytest.approx(1e3 * decode_row["bytes"] / 4.3e12, abs=1e-3)
     assert many["floor_ms"] == pytest.approx(1e3 * many["flops"] / 790e12, abs=1e-3)
-    assert one["predicted_ms"] > one["floor_ms"]
+    assert decode_row["predicted_ms"] > decode_row["floor_ms"]
     assert "not measured" in capsys.readouterr().out
     ladder = [body["rows"][name] for name in gpu.ROWS if name.startswith("ladder-")]
     speeds = [row["predicted_tokens_s"] for row in ladder]

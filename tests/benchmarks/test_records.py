@@ -16,11 +16,11 @@ from benchmarks.common.workload import WORKS, Work
 _FACTS = {"date": "2026-01-01", "processor": "CPU (R) 9", "cores": 2, "commit": "abc"}
 
 
-def _record(ours: list[float], theirs: list[list[float]], **more) -> Record:
+def _record(ours: list[float], theirs: list[list[float]], **changed_fields) -> Record:
     peers = [Entry("llama.cpp", f"way {i}", runs) for i, runs in enumerate(theirs)]
     entries = [Entry("Twostroke", "", ours), *peers]
     fields = {"row": "decode-1", "model": "smollm2", "unit": "tokens/s", "command": "make it"}
-    return Record(name="decode", entries=entries, facts=_FACTS, **(fields | more))
+    return Record(name="decode", entries=entries, facts=_FACTS, **(fields | changed_fields))
 
 
 def test_the_ratio_is_to_the_better_of_a_peers_ways():
@@ -39,10 +39,10 @@ def test_a_row_replaces_itself_and_nothing_else(tmp_path, monkeypatch):
     records.keep(_record([2], [[1]], row="decode-8"))
     records.keep(_record([3], [[1]]))
     records.keep(_record([4], [[1]], setting="avx2"))
-    ((machine, kept),) = records.all_records()
+    ((machine, machine_records),) = records.all_records()
     assert machine.startswith("cpu-9-2-cores-")
-    assert sorted(record.best("Twostroke").median for record in kept) == [2, 3, 4]
-    assert _record([3], [[1]]) in kept
+    assert sorted(record.best("Twostroke").median for record in machine_records) == [2, 3, 4]
+    assert _record([3], [[1]]) in machine_records
 
 
 def test_a_summary_has_both_figures_their_ratio_and_that_of_8_bits():

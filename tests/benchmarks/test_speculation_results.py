@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks.engine import speculation_results
 from benchmarks.engine.speculation_results import (
-    Chosen,
     Line,
+    PredictionResult,
     SpeculationResult,
     describe_smallest_gain,
 )
@@ -26,8 +26,10 @@ def folders(tmp_path, monkeypatch):
 
 
 def test_a_line_that_is_measured_again_replaces_itself():
-    chosen = [Chosen(0.5, [1.2], 0.4, 3.0)]
-    SpeculationResult("tiny, auto", [_line("chat", 1, 1.5), _line("chat", 4, 1.1)], chosen).save()
+    predictions = [PredictionResult(0.5, [1.2], 0.4, 3.0)]
+    SpeculationResult(
+        "tiny, auto", [_line("chat", 1, 1.5), _line("chat", 4, 1.1)], predictions
+    ).save()
     SpeculationResult("tiny, auto", [_line("chat", 4, 1.3), _line("code", 1, 2.0)]).save()
     SpeculationResult("tiny, eagle", [_line("chat", 1, 1.0)]).save()
     auto, eagle = speculation_results.load_results("here")
@@ -36,13 +38,15 @@ def test_a_line_that_is_measured_again_replaces_itself():
         ("chat", 4): 1.3,
         ("code", 1): 2.0,
     }
-    assert auto.chosen == chosen
+    assert auto.chosen == predictions
     assert [line.task for line in eagle.lines] == ["chat"]
 
 
 def test_the_report_has_both_tables():
     lines = [_line("code", 4, 1.5), _line("chat", 1, 1.2), _line("chat", 4, 0.9)]
-    text = "\n".join(SpeculationResult("tiny, auto", lines, [Chosen(1.0, [2.5], 1.0, 3.0)]).parts())
+    text = "\n".join(
+        SpeculationResult("tiny, auto", lines, [PredictionResult(1.0, [2.5], 1.0, 3.0)]).parts()
+    )
     assert "### Speculation: tiny, auto" in text
     assert "| chat | 1 | 10 (10 to 10) | 20 (20 to 20) | 1.20 x (1.00 to 9.00) | 1.20 x |" in text
     assert "| 100% | 100% | 3.0 | 2.50 x (2.50 to 2.50) | 4.00 x |" in text
@@ -51,8 +55,8 @@ def test_the_report_has_both_tables():
 
 
 def test_free_rows_give_what_the_formula_says():
-    assert Chosen(0.5, [1.0], 0.5, 2.0).predicted == pytest.approx(1.75)
-    assert Chosen(0.0, [1.0], 0.0, 2.0).predicted == 1
+    assert PredictionResult(0.5, [1.0], 0.5, 2.0).predicted == pytest.approx(1.75)
+    assert PredictionResult(0.0, [1.0], 0.0, 2.0).predicted == 1
 
 
 def test_a_damaged_file_is_named(tmp_path):

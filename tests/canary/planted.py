@@ -132,13 +132,15 @@ def _layers(order: Callable[[int], Iterable[int]]) -> Fault:
     """Return a fault that uses the file's layer `order(num_layers)[i]` as the model's layer i."""
 
     def plant(loaded: LoadedModel) -> LoadedModel:
-        chosen = list(order(loaded.spec.num_layers))
+        layer_order = list(order(loaded.spec.num_layers))
         tensors = {n: t for n, t in loaded.tensors.items() if not n.startswith("blk.")}
-        for new, old in enumerate(chosen):
+        for new, old in enumerate(layer_order):
             for name, tensor in loaded.tensors.items():
                 if name.startswith(f"blk.{old}."):
                     tensors[name.replace(f"blk.{old}.", f"blk.{new}.")] = tensor
-        return replace(loaded, tensors=tensors, spec=replace(loaded.spec, num_layers=len(chosen)))
+        return replace(
+            loaded, tensors=tensors, spec=replace(loaded.spec, num_layers=len(layer_order))
+        )
 
     return plant
 

@@ -36,8 +36,8 @@ def damaged_copy(source: Path, folder: Path) -> Path:
     """Copy a model and swap the nibbles of its feed-forward layers."""
     path, loaded = folder / source.name, load_path(source)
     shutil.copy(source, path)
-    (whole,) = loaded.mappings
-    start = whole.view(0, whole.size).ctypes.data
+    (mapping,) = loaded.mappings
+    start = mapping.view(0, mapping.size).ctypes.data
     data = np.memmap(path, np.uint8, "r+")
     for layer in range(loaded.spec.num_layers):
         tensor = loaded.tensors[f"blk.{layer}.ffn_down.weight"]
@@ -148,9 +148,9 @@ def test_a_file_must_repeat_the_canary_of_its_report(smollm2_path: Path) -> None
     assert "0.40 nats from the scores in its report" in (
         first_load(loaded, other).fault(sound) or ""
     )
-    near, coarse = replace(sound, nats=(0.3,) * 63), ComputeOptions(activation_bits=8)
-    assert first_load(loaded, sound).fault(near) is not None
-    assert first_load(loaded, sound, EngineOptions(coarse)).fault(near) is None
+    close_report, coarse = replace(sound, nats=(0.3,) * 63), ComputeOptions(activation_bits=8)
+    assert first_load(loaded, sound).fault(close_report) is not None
+    assert first_load(loaded, sound, EngineOptions(coarse)).fault(close_report) is None
     # An answer of one token, and a text that has other tokens now.
     assert "one token" in (
         first_load(loaded, sound).fault(CanaryScores((0.1,) * 63, (7,) * 64)) or ""

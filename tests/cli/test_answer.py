@@ -34,27 +34,27 @@ def show(
 def test_reasoning_is_dimmed_and_the_text_is_markdown(
     preface: ReasoningSection, begin: str, size: int
 ) -> None:
-    shown, message = show(preface, f"{begin}Well [x]\n</think>\n\n**Yes**\n", size)
+    output, message = show(preface, f"{begin}Well [x]\n</think>\n\n**Yes**\n", size)
     assert message == {
         "role": "assistant",
         "content": "**Yes**\n",
         "reasoning_content": "Well [x]",
     }
-    assert "\x1b[2m" in shown
-    assert "think>" not in shown
-    assert shown.index("\x1b[2mW") < shown.index("\x1b[1mYes")
+    assert "\x1b[2m" in output
+    assert "think>" not in output
+    assert output.index("\x1b[2mW") < output.index("\x1b[1mYes")
 
 
 def test_answers_without_reasoning_are_markdown_alone() -> None:
     for preface in (None, ANEW):
-        shown, message = show(preface, "*Hm*", 1)
+        output, message = show(preface, "*Hm*", 1)
         assert message == {"role": "assistant", "content": "*Hm*"}
-        assert "\x1b[2m" not in shown
-        assert "Hm" in shown
+        assert "\x1b[2m" not in output
+        assert "Hm" in output
 
 
 def test_reasoning_without_an_answer_is_remembered() -> None:
-    shown, message = show(INSIDE, "Hm", 1)
+    output, message = show(INSIDE, "Hm", 1)
     assert message == {"role": "assistant", "content": "", "reasoning_content": "Hm"}
-    assert shown.endswith("\n")
+    assert output.endswith("\n")
     assert show(ANEW, "", 1)[1] is None

@@ -44,9 +44,9 @@ def ids(path: Path) -> list[str]:
 def test_results_are_in_the_order_of_the_input(cli: Cli, tiny: str, tmp_path: Path) -> None:
     names = [f"n{i}" for i in range(20)]
     lines = [line(id_, max_tokens=1 + 19 % (i + 1)) for i, id_ in enumerate(names)]
-    given = write(tmp_path / "in.jsonl", *lines, line("bad", temperature=-1))
+    input_path = write(tmp_path / "in.jsonl", *lines, line("bad", temperature=-1))
     out = tmp_path / "out.jsonl"
-    ran = cli("batch", given, "-o", str(out), "--model", tiny, *SMALL, "-q")
+    ran = cli("batch", input_path, "-o", str(out), "--model", tiny, *SMALL, "-q")
     errors = tmp_path / "out.errors.jsonl"
     assert (ran.code, ran.out) == (1, "")
     assert ran.err.splitlines()[-1] == f"1 of 21 lines failed: see {errors}."
@@ -59,61 +59,63 @@ def test_results_are_in_the_order_of_the_input(cli: Cli, tiny: str, tmp_path: Pa
         "out.errors.jsonl",
         "out.jsonl",
     ]
-    ran = cli("batch", given, "-o", str(out), "--model", tiny, *SMALL)
+    ran = cli("batch", input_path, "-o", str(out), "--model", tiny, *SMALL)
     assert (ran.code, "exists already" in ran.err) == (2, True)
 
 
 def test_second_run_does_not_repeat_finished_lines(cli: Cli, tiny: str, tmp_path: Path) -> None:
-    given = write(tmp_path / "in.jsonl", *map(line, "abc"))
+    input_path = write(tmp_path / "in.jsonl", *map(line, "abc"))
     out, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
-    kept = {"custom_id": "b", "response": "of an earlier run"}
-    partial.write_text(json.dumps(kept) + '\n{"custom_id": "c", "resp')
-    ran = cli("batch", given, "-o", str(out), "--model", tiny, *SMALL)
+    earlier_result = {"custom_id": "b", "response": "of an earlier run"}
+    partial.write_text(json.dumps(earlier_result) + '\n{"custom_id": "c", "resp')
+    ran = cli("batch", input_path, "-o", str(out), "--model", tiny, *SMALL)
     assert ran.code == 0
     assert "2 lines in" in ran.err
     assert "; 1 had results from an earlier run" in ran.err
     assert ids(out) == ["a", "b", "c"]
-    assert json.loads(out.read_text().splitlines()[1]) == kept
+    assert json.loads(out.read_text().splitlines()[1]) == earlier_result
     assert not partial.exists()
 
 
 def test_a_run_cut_after_its_errors_were_named_goes_on(cli: Cli, tiny: str, tmp_path: Path) -> None:
-    given = write(tmp_path / "in.jsonl", line("a"), line("bad", temperature=-1))
+    input_path = write(tmp_path / "in.jsonl", line("a"), line("bad", temperature=-1))
     out, errors = tmp_path / "out.jsonl", tmp_path / "out.errors.jsonl"
     (tmp_path / "out.jsonl.partial").write_text(json.dumps({"custom_id": "a"}) + "\n")
     errors.write_text('{"custom_id": "bad", "response": "of an earlier run"}\n')
-    ran = cli("batch", given, "-o", str(out), "--model", tiny, *SMALL, "--errors", str(errors))
+    ran = cli("batch", input_path, "-o", str(out), "--model", tiny, *SMALL, "--errors", str(errors))
     assert (ran.code, "exists already" in ran.err) == (2, True)  # a file that the user chose
-    ran = cli("batch", given, "-o", str(out), "--model", tiny, *SMALL)
+    ran = cli("batch", input_path, "-o", str(out), "--model", tiny, *SMALL)
     assert ran.code == 1
     assert (ids(out), ids(errors)) == (["a"], ["bad"])
     assert "earlier" not in errors.read_text()
 
 
 def test_a_run_without_results_leaves_no_file(cli: Cli, tmp_path: Path) -> None:
-    given = write(tmp_path / "in.jsonl", line("a"))
-    assert cli("batch", given, "-o", str(tmp_path / "out.jsonl"), "--model", "nowhere.gguf").code
+    input_path = write(tmp_path / "in.jsonl", line("a"))
+    assert cli(
+        "batch", input_path, "-o", str(tmp_path / "out.jsonl"), "--model", "nowhere.gguf"
+    ).code
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
 def test_two_writers_of_one_file_are_refused(cli: Cli, tiny: str, tmp_path: Path) -> None:
-    given, out = write(tmp_path / "in.jsonl", *map(line, "ab")), tmp_path / "out.jsonl"
-    kept = json.dumps({"custom_id": "a"}) + "\n"
-    (tmp_path / "out.jsonl.partial").write_text(kept)
-    words = ("batch", given, "-o", str(out), "--model", tiny, *SMALL)
+    input_path, out = write(tmp_path / "in.jsonl", *map(line, "ab")), tmp_path / "out.jsonl"
+    earlier_line = json.dumps({"custom_id": "a"}) + "\n"
+    (tmp_path / "out.jsonl.partial").write_text(earlier_line)
+    words = ("batch", input_path, "-o", str(out), "--model", tiny, *SMALL)
     with ResultFile(out, resumes=True):
         ran = cli(*words)
     assert (ran.code, "is being written" in ran.err) == (2, True)
     ran = cli(*words, "--errors", str(out))
     assert (ran.code, "is being written" in ran.err) == (2, True)
-    assert (tmp_path / "out.jsonl.partial").read_text() == kept
+    assert (tmp_path / "out.jsonl.partial").read_text() == earlier_line
 
 
 def test_interrupted_run_says_how_to_go_on(cli: Cli, endless: str, tmp_path: Path) -> None:
     lines = [line("a"), line("b"), line("long", max_tokens=100_000, ignore_eos=True)]
-    given, out = write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
+    input_path, out = write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
     partial = tmp_path / "out.jsonl.partial"
-    with started("batch", given, "-o", str(out), "--model", endless, "-q") as process:
+    with started("batch", input_path, "-o", str(out), "--model", endless, "-q") as process:
         deadline = time.monotonic() + 30
         while not partial.exists() or partial.read_bytes().count(b"\n") < 2:
             assert time.monotonic() < deadline
@@ -125,8 +127,8 @@ def test_interrupted_run_says_how_to_go_on(cli: Cli, endless: str, tmp_path: Pat
     assert err.decode() == f"twostroke: {output}\n"
     assert sorted(ids(partial)) == ["a", "b"]
     assert not out.exists()
-    given = write(tmp_path / "in.jsonl", line("a"), line("b"), line("long"))
-    assert cli("batch", given, "-o", str(out), "--model", endless).code == 0
+    input_path = write(tmp_path / "in.jsonl", line("a"), line("b"), line("long"))
+    assert cli("batch", input_path, "-o", str(out), "--model", endless).code == 0
     assert ids(out) == ["a", "b", "long"]
 
 
@@ -142,8 +144,10 @@ def test_interrupted_run_says_how_to_go_on(cli: Cli, endless: str, tmp_path: Pat
 def test_wrong_input_is_refused_before_the_model_is_loaded(
     cli: Cli, tmp_path: Path, lines: tuple[object, ...], sentence: str
 ) -> None:
-    given = write(tmp_path / "in.jsonl", *lines)
-    ran = cli("batch", given, "-o", str(tmp_path / "out.jsonl"), "--model", "/nowhere/model.gguf")
+    input_path = write(tmp_path / "in.jsonl", *lines)
+    ran = cli(
+        "batch", input_path, "-o", str(tmp_path / "out.jsonl"), "--model", "/nowhere/model.gguf"
+    )
     assert ran.code == 2
     assert sentence in ran.err
     assert len(list(tmp_path.iterdir())) == 1
@@ -167,8 +171,8 @@ def test_wrong_options_are_one_sentence(
     sentence: str,
 ) -> None:
     monkeypatch.setattr("twostroke.server.batch.remote._MAX_TRIES", 2)
-    given = write(tmp_path / "in.jsonl", line("a"))
-    ran = cli("batch", given, "-o", str(tmp_path / "out.jsonl"), *options)
+    input_path = write(tmp_path / "in.jsonl", line("a"))
+    ran = cli("batch", input_path, "-o", str(tmp_path / "out.jsonl"), *options)
     assert ran.code != 0
     assert sentence in ran.err
     assert ran.err.count("\n") == 1
@@ -179,8 +183,8 @@ def test_line_that_changed_after_its_answer_is_refused(
 ) -> None:
     monkeypatch.setattr("twostroke.server.batch.remote._MAX_PAUSE_S", 0.01)
     out, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
-    given = write(tmp_path / "in.jsonl", line("a"), line("b"))
-    assert cli("batch", given, "-o", str(out), "--url", busy, "-q").code == 0
+    input_path = write(tmp_path / "in.jsonl", line("a"), line("b"))
+    assert cli("batch", input_path, "-o", str(out), "--url", busy, "-q").code == 0
     first, second = out.read_text().splitlines(keepends=True)
     assert list(json.loads(first)) == ["id", "custom_id", "response", "error"]
     assert re.fullmatch("batch_req_[0-9a-f]{40}", json.loads(first)["id"])
@@ -190,16 +194,16 @@ def test_line_that_changed_after_its_answer_is_refused(
         partial.write_text((first + second)[:cut])
         with ResultFile(out, resumes=True) as results:
             assert list(results.ids) == ["a"]
-    for changed, other, said in (
+    for changed, other, message in (
         (line("a", prompt="other"), words, "The line 'a' has"),
         (line("a"), ("-o", str(out), "--model", "other.gguf"), "--model has"),
     ):
         ran = cli("batch", write(tmp_path / "in.jsonl", changed, line("b")), *other)
         advice = f"changed since {partial} was started: choose another output, or remove it."
-        assert (ran.code, ran.err) == (2, f"twostroke: {said} {advice}\n")
+        assert (ran.code, ran.err) == (2, f"twostroke: {message} {advice}\n")
         assert partial.read_text() == first
-    given = write(tmp_path / "in.jsonl", line("a"), line("b", prompt="other"))
-    ran = cli("batch", given, *words[:-1])
+    input_path = write(tmp_path / "in.jsonl", line("a"), line("b", prompt="other"))
+    ran = cli("batch", input_path, *words[:-1])
     assert (ran.code, ran.err[:10]) == (0, "1 line in ")
     assert out.read_text().startswith(first)
 
@@ -211,29 +215,31 @@ def test_interrupt_while_the_model_is_loaded_counts_earlier_results(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("twostroke.cli.batch.open_engine", load)
-    given, partial = write(tmp_path / "in.jsonl", line("a"), line("b")), tmp_path / "o.partial"
+    input_path, partial = write(tmp_path / "in.jsonl", line("a"), line("b")), tmp_path / "o.partial"
     partial.write_text(json.dumps({"custom_id": "a"}) + "\n")
-    ran = cli("batch", given, "-o", str(tmp_path / "o"), "--model", "any")
+    ran = cli("batch", input_path, "-o", str(tmp_path / "o"), "--model", "any")
     assert f"1 of 2 lines has results in {partial}; the same" in ran.err
 
 
 def test_missing_folder_of_the_output_is_named(cli: Cli, tmp_path: Path) -> None:
-    given = write(tmp_path / "in.jsonl", line("a"))
-    ran = cli("batch", given, "-o", str(tmp_path / "no" / "out"), "--url", "http://127.0.0.1:1")
+    input_path = write(tmp_path / "in.jsonl", line("a"))
+    ran = cli(
+        "batch", input_path, "-o", str(tmp_path / "no" / "out"), "--url", "http://127.0.0.1:1"
+    )
     assert (ran.code, ran.err) == (2, f"twostroke: There is no folder {tmp_path / 'no'}.\n")
 
 
 def test_results_of_another_input_are_refused(cli: Cli, tmp_path: Path) -> None:
-    given = write(tmp_path / "in.jsonl", line("a"))
+    input_path = write(tmp_path / "in.jsonl", line("a"))
     out, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
-    for text, said in (
+    for text, message in (
         ('{"custom_id": "other"}\n', "has a result of 'other'"),
         ("my notes\n", "is not a file of results"),
     ):
         partial.write_text(text)
-        ran = cli("batch", given, "-o", str(out), "--url", "http://127.0.0.1:1")
+        ran = cli("batch", input_path, "-o", str(out), "--url", "http://127.0.0.1:1")
         assert ran.code == 2
-        assert said in ran.err
+        assert message in ran.err
         assert partial.read_text() == text
 
 
@@ -293,9 +299,9 @@ def test_server_says_when_to_ask_again(
 ) -> None:
     monkeypatch.setenv("TWOSTROKE_API_KEY", "secret")
     prompts = [*map(str, range(12)), "bad", "slow", "cut"]
-    given = write(tmp_path / "in.jsonl", *(line(prompt, prompt=prompt) for prompt in prompts))
+    input_path = write(tmp_path / "in.jsonl", *(line(prompt, prompt=prompt) for prompt in prompts))
     out = tmp_path / "out.jsonl"
-    ran = cli("batch", given, "-o", str(out), "--url", busy, "--concurrency", "4")
+    ran = cli("batch", input_path, "-o", str(out), "--url", busy, "--concurrency", "4")
     assert ran.code == 0, ran.err
     assert "15 lines in" in ran.err
     assert "45 tokens" in ran.err
@@ -340,11 +346,11 @@ def odd() -> Iterator[str]:
 
 
 def test_what_a_proxy_says_is_one_line(cli: Cli, tmp_path: Path, odd: str) -> None:
-    given = write(
+    input_path = write(
         tmp_path / "in.jsonl", *(line(prompt, prompt=prompt) for prompt in ("proxy", "pretty"))
     )
     out, errors = tmp_path / "out.jsonl", tmp_path / "out.errors.jsonl"
-    ran = cli("batch", given, "-o", str(out), "--url", odd, "-q")
+    ran = cli("batch", input_path, "-o", str(out), "--url", odd, "-q")
     assert ran.code == 1
     assert (ids(out), ids(errors)) == (["pretty"], ["proxy"])
     assert len(out.read_text().splitlines()) == 1
@@ -357,8 +363,8 @@ def test_proxy_without_a_server_is_asked_ten_times(
     cli: Cli, tmp_path: Path, odd: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("twostroke.server.batch.remote._MAX_PAUSE_S", 0.01)
-    given = write(tmp_path / "in.jsonl", line("gone", prompt="gone"))
-    ran = cli("batch", given, "-o", str(tmp_path / "out.jsonl"), "--url", odd, "-q")
+    input_path = write(tmp_path / "in.jsonl", line("gone", prompt="gone"))
+    ran = cli("batch", input_path, "-o", str(tmp_path / "out.jsonl"), "--url", odd, "-q")
     assert ran.code == 1
     assert ids(tmp_path / "out.errors.jsonl") == ["gone"]
 
@@ -369,8 +375,10 @@ def test_proxy_without_a_server_is_asked_ten_times(
 def test_server_that_answers_no_line_ends_the_run(
     cli: Cli, tmp_path: Path, odd: str, prompt: str, sentence: str
 ) -> None:
-    given = write(tmp_path / "in.jsonl", *(line(f"{index}", prompt=prompt) for index in range(100)))
-    ran = cli("batch", given, "-o", str(tmp_path / "out.jsonl"), "--url", odd, "-q")
+    input_path = write(
+        tmp_path / "in.jsonl", *(line(f"{index}", prompt=prompt) for index in range(100))
+    )
+    ran = cli("batch", input_path, "-o", str(tmp_path / "out.jsonl"), "--url", odd, "-q")
     assert (ran.code, ran.err.count("\n")) == (2, 1)
     assert sentence in ran.err
 
@@ -388,6 +396,6 @@ def test_line_waits_as_long_as_the_queue_is_full(
 
     monkeypatch.setattr(inside, "post", post)
     monkeypatch.setattr("twostroke.cli.batch._RETRY_INTERVAL_S", 0)
-    given = write(tmp_path / "in.jsonl", line("a"))
-    ran = cli("batch", given, "-o", str(tmp_path / "o"), "--model", tiny, *SMALL, "-q")
+    input_path = write(tmp_path / "in.jsonl", line("a"))
+    ran = cli("batch", input_path, "-o", str(tmp_path / "o"), "--model", tiny, *SMALL, "-q")
     assert ran.code == 0, ran.err

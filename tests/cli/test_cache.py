@@ -28,12 +28,17 @@ if TYPE_CHECKING:
 @pytest.fixture
 def folder(cli: Cli, tmp_path: Path) -> Path:
     """A folder with the pages of two prompts."""
-    place = tmp_path
-    model = write_tiny_gguf(place / "tiny.gguf")
-    (place / "system.txt").write_text("You answer in rhymes. " * 12)
-    (place / "prompt.txt").write_text("Once upon a time there was a world. " * 6)
-    pages = place / "pages"
-    files = ["--system", str(place / "system.txt"), "--prompt", str(place / "prompt.txt")]
+    folder_path = tmp_path
+    model = write_tiny_gguf(folder_path / "tiny.gguf")
+    (folder_path / "system.txt").write_text("You answer in rhymes. " * 12)
+    (folder_path / "prompt.txt").write_text("Once upon a time there was a world. " * 6)
+    pages = folder_path / "pages"
+    files = [
+        "--system",
+        str(folder_path / "system.txt"),
+        "--prompt",
+        str(folder_path / "prompt.txt"),
+    ]
     done = cli("cache", "warm", str(model), str(pages), *files, "--backend", "cpu")
     assert done.code == 0, done.err
     assert "their pages are in" in done.out
@@ -51,8 +56,8 @@ def test_ls_shows_what_warm_has_stored(cli: Cli, folder: Path) -> None:
         datetime.fromtimestamp(kind[end], UTC).strftime("%Y-%m-%d %H:%M").split()
         for end in ("used_s", "until_s")
     )
-    kept = f"{kind['kept']} of {kind['num_pages']}"
-    assert text.split()[-7:] == [*used, *kept.split(), *until]
+    kept_pages = f"{kind['kept']} of {kind['num_pages']}"
+    assert text.split()[-7:] == [*used, *kept_pages.split(), *until]
     assert "LAST USED (UTC)" in text
     assert text.splitlines()[0].split()[:3] == ["MODEL", "KV", "ARITHMETIC"]
     assert f"{kind['num_pages']}" in text
@@ -60,8 +65,8 @@ def test_ls_shows_what_warm_has_stored(cli: Cli, folder: Path) -> None:
 
 def test_verify_removes_what_is_damaged(cli: Cli, folder: Path) -> None:
     count = len(list(stored_pages(folder)))
-    whole = cli("cache", "verify", str(folder))
-    assert (whole.code, whole.out) == (0, f"Read {count} pages; 0 were damaged.\n")
+    sound_result = cli("cache", "verify", str(folder))
+    assert (sound_result.code, sound_result.out) == (0, f"Read {count} pages; 0 were damaged.\n")
     path = next(stored_pages(folder))
     path.write_bytes(path.read_bytes()[:-1] + b"\0\0")
     done = cli("cache", "verify", str(folder))

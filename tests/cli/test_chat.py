@@ -51,12 +51,12 @@ class Talk:
     ) -> None:
         self.file = io.StringIO()
         console = Console(file=self.file, width=100, color_system=None)
-        self.asked: list[str] = []
+        self.prompts: list[str] = []
         self.agrees = True
         self.conversation = ChatSession(engine, params, console, system, ask=self.ask)
 
     def ask(self, question: str) -> bool:
-        self.asked.append(question)
+        self.prompts.append(question)
         return self.agrees
 
     def say(self, *lines: str) -> str:
@@ -72,11 +72,11 @@ class Talk:
 
 def test_an_answer_is_shown_with_its_figures_and_remembered(engine: Engine) -> None:
     talk = Talk(engine)
-    shown = talk.say("hello", "and now?")
+    output = talk.say("hello", "and now?")
     assert talk.roles == ["user", "assistant"] * 2
     assert [m["content"] for m in talk.conversation.messages][::2] == ["hello", "and now?"]
-    assert shown.count("TTFT ") == 2
-    assert "cut by --max-tokens" in shown
+    assert output.count("TTFT ") == 2
+    assert "cut by --max-tokens" in output
 
 
 def test_a_model_that_cannot_chat_is_refused_before_its_weights_are_read(
@@ -94,11 +94,11 @@ def test_a_model_that_cannot_chat_is_refused_before_its_weights_are_read(
 def test_what_was_said_is_in_the_next_prompt(engine: Engine) -> None:
     talk = Talk(engine)
     talk.say("hello")
-    shown = talk.say("hello")
-    cached = re.search(r"(\d+) of (\d+) prompt tokens cached", shown)
+    output = talk.say("hello")
+    cached = re.search(r"(\d+) of (\d+) prompt tokens cached", output)
     assert cached is not None
-    whole = encode_chat(engine.card, talk.conversation.messages[:3])
-    assert int(cached[2]) == len(whole)
+    whole_prompt = encode_chat(engine.card, talk.conversation.messages[:3])
+    assert int(cached[2]) == len(whole_prompt)
 
 
 def test_a_system_message_begins_anew_and_stays(engine: Engine) -> None:
@@ -107,8 +107,8 @@ def test_a_system_message_begins_anew_and_stays(engine: Engine) -> None:
     assert "A new conversation with this system message." in talk.say("/system be kind")
     assert talk.roles == []
     assert talk.conversation.system == "be kind"
-    shown = talk.say("hello", "/new")
-    assert "A new conversation with this system message." in shown
+    output = talk.say("hello", "/new")
+    assert "A new conversation with this system message." in output
     talk.say("/system")
     assert talk.conversation.system is None
 
@@ -146,10 +146,10 @@ def test_nothing_is_said_after_leaving(engine: Engine, word: str) -> None:
 def test_a_conversation_that_outgrows_the_context_goes_on_anew(engine: Engine) -> None:
     talk = Talk(engine)
     talk.say("hello")
-    shown = talk.say("word " * 600)
-    assert "The conversation exceeds 512 tokens: start anew with /new." in shown
+    output = talk.say("word " * 600)
+    assert "The conversation exceeds 512 tokens: start anew with /new." in output
     assert talk.roles == ["user", "assistant"]
-    assert talk.asked == []  # the message alone is too long
+    assert talk.prompts == []  # the message alone is too long
     assert "TTFT" in talk.say("/new", "hello")
 
 
@@ -157,17 +157,17 @@ def test_a_full_conversation_goes_on_without_its_oldest_turns(engine: Engine) ->
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
     talk = Talk(engine, params, system="be kind")
     number = 0
-    while not talk.asked:
+    while not talk.prompts:
         number += 1
-        shown = talk.say(f"message {number}")
-    assert "The conversation fills the context of 512 tokens." in shown
-    assert "TTFT" in shown
+        output = talk.say(f"message {number}")
+    assert "The conversation fills the context of 512 tokens." in output
+    assert "TTFT" in output
     messages = talk.conversation.messages
     num_dropped = number - len(messages) // 2
     assert num_dropped >= 1
     assert messages[0]["content"] == f"message {num_dropped + 1}"
     dropped = "turn" if num_dropped == 1 else f"{num_dropped} turns"
-    assert talk.asked == [f"Drop the oldest {dropped} and keep {len(messages) // 2 - 1}?"]
+    assert talk.prompts == [f"Drop the oldest {dropped} and keep {len(messages) // 2 - 1}?"]
     assert len(encode_chat(engine.card, messages[:-1])) <= 512 - 2 * 512 // 8
     talk.say("/again")
     assert talk.conversation.messages == messages
@@ -176,9 +176,9 @@ def test_a_full_conversation_goes_on_without_its_oldest_turns(engine: Engine) ->
 def test_who_keeps_all_turns_gets_the_room_that_is_left(engine: Engine) -> None:
     talk = Talk(engine, SamplingParams(temperature=0, max_tokens=150, ignore_eos=True))
     talk.agrees = False
-    shown = ""
-    while "the context is full" not in shown:
-        shown = talk.say("hello")
+    output = ""
+    while "the context is full" not in output:
+        output = talk.say("hello")
     num_messages = len(talk.roles)
     assert "exceeds 512 tokens: start anew with /new." in talk.say("hello")
     assert len(talk.roles) == num_messages
@@ -190,8 +190,8 @@ def test_who_keeps_all_turns_gets_the_room_that_is_left(engine: Engine) -> None:
 def test_an_answer_gets_what_room_there_is(engine: Engine) -> None:
     params = SamplingParams(temperature=0, max_tokens=500, min_tokens=490, ignore_eos=True)
     talk = Talk(engine, params)
-    shown = talk.say("hello" * 4)
-    assert "the context is full" in shown
+    output = talk.say("hello" * 4)
+    assert "the context is full" in output
 
 
 def test_a_message_that_breaks_the_engine_is_as_if_not_said(
@@ -237,11 +237,11 @@ def test_ctrl_c_ends_the_answer_and_nothing_else(
 
     before = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(engine.client.loop._backend, "run", press)
-    shown = talk.say("hello")
+    output = talk.say("hello")
     assert signal.getsignal(signal.SIGINT) is before
-    assert "stopped" in shown
+    assert "stopped" in output
     wait_for(lambda: engine.client.loop.snapshot().scheduler.num_running == 0)
-    assert talk.roles == (["user", "assistant"] if "TTFT" in shown else [])
+    assert talk.roles == (["user", "assistant"] if "TTFT" in output else [])
     assert "TTFT" in Talk(engine).say("hello")
 
 

@@ -69,18 +69,18 @@ def test_all_levels_that_run_here_are_lines_of_the_json(cli: Cli, tiny: str) -> 
 
 def test_formats_of_keys_and_values_are_lines_too(cli: Cli, tiny: str) -> None:
     ran = cli("compare", tiny, "--tokens", "100", "--kv-formats", "all", "--json")
-    half, bfloat, whole, eighth = json.loads(ran.out)["readers"]
+    half, bfloat, float32_line, eighth = json.loads(ran.out)["readers"]
     assert "bf16 keys and values" in bfloat["name"]
     assert "int8 keys and values" in eighth["name"]
-    for precise in (half, whole):
+    for precise in (half, float32_line):
         assert precise["comparison"]["mean_kl"] < bfloat["comparison"]["mean_kl"]
     assert half["comparison"]["mean_kl"] < eighth["comparison"]["mean_kl"] < 1e-2
 
 
 def test_bits_of_activations_are_lines_too(cli: Cli, coarse: str) -> None:
     ran = cli("compare", coarse, "--tokens", "100", "--activation-bits", "all", "--json")
-    chosen, fifteen, nine, eight = json.loads(ran.out)["readers"]
-    assert chosen["comparison"] == fifteen["comparison"], "a small model keeps 15 bits"
+    chosen_line, fifteen, nine, eight = json.loads(ran.out)["readers"]
+    assert chosen_line["comparison"] == fifteen["comparison"], "a small model keeps 15 bits"
     assert "9-bit activations" in nine["name"]
     assert "8-bit activations" in eight["name"]
     kl = [reader["comparison"]["mean_kl"] for reader in (fifteen, nine, eight)]
@@ -91,13 +91,13 @@ def test_bits_of_activations_are_lines_too(cli: Cli, coarse: str) -> None:
 def test_chosen_bits_are_measured_against_fifteen(
     cli: Cli, coarse: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def chosen(compute: ComputeOptions, loaded: LoadedModel, _: object) -> ComputeOptions:
+    def chosen_compute(compute: ComputeOptions, loaded: LoadedModel, _: object) -> ComputeOptions:
         if compute.activation_bits != "auto":
             return compute
-        names = {name: 8 for name, one in loaded.tensors.items() if len(one.shape) == 2}
+        names = {name: 8 for name, tensor in loaded.tensors.items() if len(tensor.shape) == 2}
         return replace(compute, activation_bits=ActivationBits("", 0, names, 0.0, len(names)))
 
-    monkeypatch.setattr(module, "resolve_activation_bits", chosen)
+    monkeypatch.setattr(module, "resolve_activation_bits", chosen_compute)
     for bits in ((), ("--activation-bits", "auto")):
         ran = cli("compare", coarse, "--tokens", "100", "--right", "cpu", *bits, "--json")
         (reader,) = json.loads(ran.out)["readers"]
@@ -125,7 +125,7 @@ def test_an_own_text_is_read(cli: Cli, tiny: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("words", "sentence"),
     [
         (("--readers", "cpu,refrence"), "'refrence' is not one of cpu, gpu, reference, torch."),
         (("--readers", ""), "'' is not one of cpu, gpu, reference, torch."),
@@ -141,9 +141,9 @@ def test_an_own_text_is_read(cli: Cli, tiny: str, tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_is_refused_in_one_sentence(
-    cli: Cli, tiny: str, given: tuple[str, ...], sentence: str
+    cli: Cli, tiny: str, words: tuple[str, ...], sentence: str
 ) -> None:
-    ran = cli("compare", tiny, *given)
+    ran = cli("compare", tiny, *words)
     assert ran.code != 0
     assert sentence in ran.err
     assert ran.out == ""

@@ -109,13 +109,19 @@ def test_limits_are_remembered_unless_they_make_no_sense(
     monkeypatch.setenv("TWOSTROKE_CACHE", str(tmp_path))
     first = limits.machine("portable", 1, 10**6)
     [path] = (tmp_path / "machine").iterdir()
-    kept = json.loads(path.read_text())
-    path.write_text(json.dumps(kept | {"bandwidth": 5.0}))
+    limits_body = json.loads(path.read_text())
+    path.write_text(json.dumps(limits_body | {"bandwidth": 5.0}))
     assert limits.machine("portable", 1, 10**6).bandwidth > 1e8  # its checksum is another
-    del kept["checksum"]  # as earlier versions wrote it
-    path.write_text(json.dumps(kept | {"bandwidth": 5.0}))
+    del limits_body["checksum"]  # as earlier versions wrote it
+    path.write_text(json.dumps(limits_body | {"bandwidth": 5.0}))
     assert limits.machine("portable", 1, 10**6).bandwidth == 5.0
-    for bad in ("", "{}", "[]", json.dumps(kept | {"peak": 0}), json.dumps(kept | {"peak": "x"})):
+    for bad in (
+        "",
+        "{}",
+        "[]",
+        json.dumps(limits_body | {"peak": 0}),
+        json.dumps(limits_body | {"peak": "x"}),
+    ):
         path.write_text(bad)
         assert limits.machine("portable", 1, 10**6).peak > 1e8
     assert first.peak > 1e8

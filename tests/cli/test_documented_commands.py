@@ -118,26 +118,26 @@ def test_documented_calls_name_commands_and_options_that_exist() -> None:
         count += 1
         if command is group and words and not words[0].startswith("-"):
             faults.append(f"{page}: no command: {line}")
-        known = options_of(command)
+        known_options = options_of(command)
         for word in rest:
             option = word.split("=")[0]
-            if re.fullmatch(r"--?[a-z][a-z0-9-]*", option) and option not in known:
+            if re.fullmatch(r"--?[a-z][a-z0-9-]*", option) and option not in known_options:
                 faults.append(f"{page}: no option {option}: {line}")
     assert count > 150
     assert not faults, "\n".join(faults)
 
 
 def test_options_in_the_text_are_those_of_a_command() -> None:
-    known = every_option() | FOREIGN
+    known_options = every_option() | FOREIGN
     for script in [*ROOT.glob("benchmarks/**/*.py"), *ROOT.glob("tests/*/run.py")]:
-        known.update(re.findall(r"\"(--[a-z-]+)\"", script.read_text()))
+        known_options.update(re.findall(r"\"(--[a-z-]+)\"", script.read_text()))
     faults = []
     for page in PAGES:
         if page.parent.name == "benchmarks":  # whose scripts have options of their own
             continue
         for span in INLINE.findall(BLOCK.sub("", page.read_text())):
             option = re.match(r"--[a-z][a-z0-9-]*", span)
-            if option is not None and option[0] not in known:
+            if option is not None and option[0] not in known_options:
                 faults.append(f"{page.name}: {span}")
     assert not faults, "\n".join(faults)
 
@@ -145,8 +145,12 @@ def test_options_in_the_text_are_those_of_a_command() -> None:
 @pytest.mark.parametrize("name", ["README.md", "docs", "deploy", "Makefile"])
 def test_models_in_calls_are_in_the_catalogue(name: str) -> None:
     """A word after `plan` may be the name of a shape in a file."""
-    place = ROOT / name
-    files = [path for path in place.rglob("*") if path.is_file()] if place.is_dir() else [place]
+    model_path = ROOT / name
+    files = (
+        [path for path in model_path.rglob("*") if path.is_file()]
+        if model_path.is_dir()
+        else [model_path]
+    )
     faults = []
     for path in files:
         if path.suffix in {".png", ".pyc"} or "adr" in path.parts or "kernels" in path.parts:

@@ -25,7 +25,7 @@ SMALL = ("--kv-memory", "4MB")
 def test_lines_are_json_in_the_order_of_the_texts(cli: Cli, tiny: str, tmp_path: Path) -> None:
     texts = ["hello world", "the", "a world in the world"]
     with LLM(tiny, EngineOptions(cache=CacheOptions(memory_bytes=4_000_000))) as llm:
-        known = llm.embed(texts)
+        embeddings = llm.embed(texts)
         last = llm.embed("hello world", pooling="last", dimensions=5)[0]
     lines = "\n".join(texts) + "\n"
     path = tmp_path / "texts.txt"
@@ -41,9 +41,9 @@ def test_lines_are_json_in_the_order_of_the_texts(cli: Cli, tiny: str, tmp_path:
         result = [json.loads(line) for line in ran.out.splitlines()]
         assert [list(row) for row in result] == [["index", "prompt_tokens", "embedding"]] * 3
         assert [row["index"] for row in result] == [0, 1, 2]
-        for one, right in zip(result, known, strict=True):
-            assert one["prompt_tokens"] == right.usage.prompt_tokens
-            assert one["embedding"] == right.vector.tolist()
+        for output_line, right in zip(result, embeddings, strict=True):
+            assert output_line["prompt_tokens"] == right.usage.prompt_tokens
+            assert output_line["embedding"] == right.vector.tolist()
     ran = cli("embed", tiny, "hello world", "--pooling", "last", "--dimensions", "5", *SMALL, "-q")
     result = json.loads(ran.out)["embedding"]
     np.testing.assert_array_equal(np.array(result, np.float32), last.vector)

@@ -41,12 +41,12 @@ def test_an_answer_stopped_before_its_first_token_has_no_figures() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ttft_s", "shown"),
+    ("ttft_s", "ttft_text"),
     [(0.0123, "12 ms"), (0.9994, "999 ms"), (1.0, "1.00 s"), (12.345, "12.35 s")],
 )
-def test_time_to_first_token_is_short(ttft_s: float, shown: str) -> None:
+def test_time_to_first_token_is_short(ttft_s: float, ttft_text: str) -> None:
     figures = AnswerFigures(ttft_s, None, None, None, None)
-    assert describe(figures, Usage(4, 0, 1)) == f"TTFT {shown}"
+    assert describe(figures, Usage(4, 0, 1)) == f"TTFT {ttft_text}"
 
 
 def test_the_line_is_short_enough_for_a_terminal() -> None:

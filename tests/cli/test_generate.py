@@ -115,16 +115,16 @@ def test_a_system_message_goes_before(cli: Cli, tiny: str, expected: dict[str, l
 
 @pytest.mark.parametrize("without_template", [("--raw",), ("--suffix", "x")])
 @pytest.mark.parametrize(
-    "given",
+    "options",
     [("--chat-template", "chatml"), ("--reasoning-budget", "8")],
-    ids=lambda given: given[0],
+    ids=lambda options: options[0],
 )
 def test_options_of_chats_are_refused_without_a_chat_template(
-    cli: Cli, given: tuple[str, str], without_template: tuple[str, ...]
+    cli: Cli, options: tuple[str, str], without_template: tuple[str, ...]
 ) -> None:
-    ran = cli("generate", "x", "hello", *given, *without_template)
+    ran = cli("generate", "x", "hello", *options, *without_template)
     assert ran.code == 2
-    message = f"{given[0]} cannot be combined with {without_template[0]}: leave one of them out."
+    message = f"{options[0]} cannot be combined with {without_template[0]}: leave one of them out."
     assert message in ran.err
 
 
@@ -170,12 +170,12 @@ def test_the_same_seed_gives_the_same_answer(cli: Cli, tiny: str) -> None:
 
 
 def test_a_stop_string_ends_the_answer(cli: Cli, tiny: str) -> None:
-    whole = cli("generate", tiny, "hello", *GREEDY, "-q").out.removesuffix("\n")
-    stop = whole[3:5]
+    whole_text = cli("generate", tiny, "hello", *GREEDY, "-q").out.removesuffix("\n")
+    stop = whole_text[3:5]
     ran = cli("generate", tiny, "hello", *GREEDY, "--stop", stop, "--json")
     body = json.loads(ran.out)
     assert body["finish_reason"] == "stop"
-    assert body["text"] == whole[: whole.index(stop)]
+    assert body["text"] == whole_text[: whole_text.index(stop)]
 
 
 def test_the_reference_backend_agrees(cli: Cli, tiny: str, expected: dict[str, list[int]]) -> None:
@@ -315,21 +315,21 @@ def test_a_suffix_is_a_text_or_a_file(cli: Cli, tiny: str, tmp_path: Path) -> No
     (tmp_path / "behind.txt").write_text(" world\n")
     with LLM(path, EngineOptions(cache=CacheOptions(memory_bytes=4_000_000))) as llm:
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-        known = [
+        token_lists = [
             [*llm.generate("hello", params, suffix=suffix)[0][0].token_ids]
             for suffix in (" world", " world\n")
         ]
-    for suffix, tokens in zip((" world", f"@{tmp_path / 'behind.txt'}"), known, strict=True):
+    for suffix, tokens in zip((" world", f"@{tmp_path / 'behind.txt'}"), token_lists, strict=True):
         ran = cli("generate", str(path), "-p", "hello", "--suffix", suffix, *GREEDY, "--json")
         assert json.loads(ran.out)["token_ids"] == tokens
-    for model, more, said in (
+    for model, more_options, message in (
         (tiny, (), "no tokens for filling in the middle"),
         (str(path), ("--system", "be kind"), "--system needs a chat template"),
         (str(path), ("--suffix", "@/nowhere"), "'/nowhere' cannot be read"),
     ):
-        ran = cli("generate", model, "hello", "--suffix", "x", *more)
+        ran = cli("generate", model, "hello", "--suffix", "x", *more_options)
         assert ran.code == 2
-        assert said in ran.err
+        assert message in ran.err
 
 
 @pytest.mark.model
@@ -348,14 +348,14 @@ def test_the_real_model_knows_a_capital(
 def test_finished_answer_that_breaks_its_schema_is_printed_and_an_error(
     cli: Cli, tiny: str, tmp_path: Path
 ) -> None:
-    asked = ("generate", tiny, "-p", "hello", "--max-tokens", "60", "--quiet", "--json-schema")
+    arguments = ("generate", tiny, "-p", "hello", "--max-tokens", "60", "--quiet", "--json-schema")
     for pattern, code in ((r"^(long text)\\1$", 10), (r"^.*(?!x)$", 0)):  # no grammar holds either
         path = tmp_path / "schema.json"
         path.write_text(f'{{"type": "string", "maxLength": 2, "pattern": "{pattern}"}}')
-        ran = cli(*asked, str(path))
+        ran = cli(*arguments, str(path))
         assert ran.code == code
         assert ("breaks the rule pattern (#) of the schema" in ran.err) is (code == 10)
         assert isinstance(json.loads(ran.out), str)
-        ran = cli(*asked, str(path), "--json")
+        ran = cli(*arguments, str(path), "--json")
         assert ran.code == code
         assert json.loads(ran.out).get("schema_miss", "") == ("pattern (#)" if code else "")

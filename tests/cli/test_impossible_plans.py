@@ -164,7 +164,11 @@ def test_every_yes_keeps_to_what_was_asked(cli, config, seed):
     """Of random questions, many without a solution, each chosen plan keeps all limits."""
     draw, num_chosen = random.Random(seed), 0
     for _ in range(20):
-        body = {name: draw.choice(values) for name, values in _DRAWN.items() if draw.random() < 0.5}
+        body = {
+            name: draw.choice(values)
+            for name, values in _QUESTION_VALUES.items()
+            if draw.random() < 0.5
+        }
         options = [word for name, value in body.items() for word in (f"--{name}", str(value))]
         device = draw.choice(["L4", "L40S", "H100-SXM", "T4"])
         ran = cli("plan", config, "--on", device, "--json", *options)
@@ -180,7 +184,7 @@ def test_every_yes_keeps_to_what_was_asked(cli, config, seed):
     assert num_chosen
 
 
-_DRAWN: dict[str, tuple[Any, ...]] = {
+_QUESTION_VALUES: dict[str, tuple[Any, ...]] = {
     "prompt": (1, 100, 4000, 8000, 10**6),
     "output": (1, 200, 4192, 10**6),
     "cached": (0, 0.5, 0.999),

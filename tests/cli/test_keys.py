@@ -36,9 +36,9 @@ def test_key_is_printed_once_and_never_listed(keys: Callable[..., Ran], tmp_path
     assert (ran.code, ran.out) == (0, f"{text}\n")
     id_ = text.split("-")[1]
     assert ran.err.startswith(f"Key {id_} of the tenant anna.")
-    held = ApiKeys.read(None, None, tmp_path / "records")
-    assert held is not None
-    result = held.find(text.encode())
+    api_keys = ApiKeys.read(None, None, tmp_path / "records")
+    assert api_keys is not None
+    result = api_keys.find(text.encode())
     assert result is not None
     assert (result.id, result.tenant, result.limits.requests_per_minute) == (id_, "anna", 60)
     for words in (("list",), ("list", "--json"), ("list", "--all")):
@@ -49,8 +49,8 @@ def test_key_is_printed_once_and_never_listed(keys: Callable[..., Ran], tmp_path
     assert listed["name"] == "app"
     assert listed["limits"]["tokens_per_minute"] is None
     assert "digest" not in listed
-    made = json.loads(keys("add", "other", "--json").out)
-    assert (made["tenant"], made["key"][:12]) == ("other", f"ts-{made['id']}-")
+    added_key = json.loads(keys("add", "other", "--json").out)
+    assert (added_key["tenant"], added_key["key"][:12]) == ("other", f"ts-{added_key['id']}-")
 
 
 def test_key_that_was_not_kept_leaves_no_mark(
@@ -77,7 +77,7 @@ def test_key_that_was_not_kept_leaves_no_mark(
 def test_first_key_says_which_batches_end(keys: Callable[..., Ran], tmp_path: Path) -> None:
     with closing(Records(tmp_path / "records")) as records:
         for number in range(2):
-            made = Batch(
+            batch = Batch(
                 id=f"batch_{number}",
                 tenant="",
                 protocol="openai",
@@ -86,7 +86,7 @@ def test_first_key_says_which_batches_end(keys: Callable[..., Ran], tmp_path: Pa
                 window="24h",
                 expires_at=2e9,
             )
-            records.post(partial(insert, batch=made)).result(20)
+            records.post(partial(insert, batch=batch)).result(20)
     output = keys("add", "app").err
     assert "2 open batches were made without a key." in output
     assert "they are cancelled" in output

@@ -76,18 +76,20 @@ class Terminal:
         self.stream.feed(text)
 
     @property
-    def shown(self) -> str:
+    def shown_text(self) -> str:
         """The text on the screen, with all lines that have scrolled away."""
         return replayed(self.file.getvalue())
 
 
-def shown(text: str, size: int, after_s: float = 1.0, *, width: int = 60, height: int = 10) -> str:
+def shown_text(
+    text: str, size: int, after_s: float = 1.0, *, width: int = 60, height: int = 10
+) -> str:
     """Return the final screen for a text that arrived in pieces of `size` characters."""
     terminal = Terminal(width=width, height=height)
     with terminal.stream:
         for start in range(0, len(text), size):
             terminal.feed(text[start : start + size], after_s)
-    return terminal.shown
+    return terminal.shown_text
 
 
 def replayed(output: str) -> str:
@@ -158,32 +160,32 @@ def test_an_answer_is_laid_out() -> None:
 def test_pieces_of_any_size_end_as_the_whole() -> None:
     for size in (1, 2, 7, 50):
         for after_s in (0.001, 1.0):
-            assert shown(ANSWER, size, after_s) == plain(ANSWER)
+            assert shown_text(ANSWER, size, after_s) == plain(ANSWER)
 
 
 def test_a_block_taller_than_the_screen_is_shown_whole_once() -> None:
     code = "\n".join(f"line {number}" for number in range(60))
     text = f"Before.\n\n```\n{code}\n```\n\nAfter."
     for height in (3, 5, 24):
-        assert shown(text, 3, height=height) == plain(text)
+        assert shown_text(text, 3, height=height) == plain(text)
 
 
 def test_a_paragraph_taller_than_the_screen_may_follow_a_tall_block() -> None:
     items = "\n".join(f"- item {number}" for number in range(15))
     words = " ".join(f"word{number}" for number in range(120))
     text = f"{items}\n\n{words}\n\n{words}\n\nThe end."
-    assert shown(text, 9) == plain(text)
+    assert shown_text(text, 9) == plain(text)
 
 
 def test_the_block_that_grows_is_seen_before_it_is_complete() -> None:
     terminal = Terminal()
     with terminal.stream:
-        assert terminal.shown == "…"
+        assert terminal.shown_text == "…"
         terminal.feed("A paragraph that is **bo")
-        assert terminal.shown == "A paragraph that is **bo"
+        assert terminal.shown_text == "A paragraph that is **bo"
         terminal.feed("ld** now")
-        assert terminal.shown == "A paragraph that is bold now"
-    assert terminal.shown == "A paragraph that is bold now\n"
+        assert terminal.shown_text == "A paragraph that is bold now"
+    assert terminal.shown_text == "A paragraph that is bold now\n"
 
 
 def test_drawing_leaves_the_processor_to_the_engine() -> None:
@@ -195,8 +197,8 @@ def test_drawing_leaves_the_processor_to_the_engine() -> None:
 
 
 def test_an_answer_of_nothing_leaves_nothing() -> None:
-    assert shown("", 1) == ""
-    assert shown(" \n\n", 1) == ""
+    assert shown_text("", 1) == ""
+    assert shown_text(" \n\n", 1) == ""
     assert plain("") == ""
 
 
@@ -230,5 +232,5 @@ _PIECES = (
     st.sampled_from([3, 5, 24]),
 )
 def test_any_text_can_be_drawn(text: str, width: int, height: int) -> None:
-    shown(text, 5, width=width, height=height)
+    shown_text(text, 5, width=width, height=height)
     plain(text, width)

@@ -162,22 +162,22 @@ def test_a_removed_model_is_gone(cli: Cli, mini: Path, word: str) -> None:
     assert cli("models", word, "mini", "-y").code == 3
 
 
-@pytest.mark.parametrize(("answer", "gone"), [("n\n", False), ("y\n", True), ("", False)])
+@pytest.mark.parametrize(("answer", "is_removed"), [("n\n", False), ("y\n", True), ("", False)])
 def test_on_a_terminal_removing_is_confirmed(
-    cli: Cli, mini: Path, answer: str, gone: bool, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, mini: Path, answer: str, is_removed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[str] = []
+    questions: list[str] = []
 
     def confirm(text: str, *, abort: bool, err: bool) -> None:
-        asked.append(text)
+        questions.append(text)
         if not answer.startswith("y"):
             raise click.Abort
 
     monkeypatch.setattr(click, "confirm", confirm)
     ran = cli("models", "remove", "mini", stdin=None)
-    assert asked == ["Delete mini (12 KB)?"]
-    assert mini.exists() is not gone
-    assert (ran.code == 0) is gone
+    assert questions == ["Delete mini (12 KB)?"]
+    assert mini.exists() is not is_removed
+    assert (ran.code == 0) is is_removed
 
 
 @pytest.fixture
@@ -249,10 +249,13 @@ def test_pull_of_a_path_fails_unless_it_is_a_model(cli: Cli, tmp_path: Path, tin
     notes = tmp_path / "notes.txt"
     notes.write_text("some notes")
     no_folder = "has neither a config.json nor a .gguf file"
-    for path, code, said in (notes, 4, "'notes.txt' is not a GGUF file"), (tmp_path, 3, no_folder):
+    for path, code, message in (
+        (notes, 4, "'notes.txt' is not a GGUF file"),
+        (tmp_path, 3, no_folder),
+    ):
         ran = cli("pull", str(path))
         assert (ran.code, ran.out) == (code, "")
-        assert said in ran.err
+        assert message in ran.err
 
 
 def test_pull_names_a_draft_that_is_not_here(

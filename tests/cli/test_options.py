@@ -29,18 +29,20 @@ if TYPE_CHECKING:
     from conftest import Ran
 
 
-def given(command: click.Command, *arguments: str) -> dict[str, Any]:
+def given_options(command: click.Command, *arguments: str) -> dict[str, Any]:
     """Return the values that click passes to a command's function."""
     return command.make_context("x", ["some-model", *arguments]).params
 
 
 def test_options_left_alone_are_the_defaults() -> None:
     lasting = EngineOptions(speculation=SpeculationOptions(draft="auto"))
-    assert engine_options(given(serve.command), "tiny") == lasting
-    assert engine_options(given(serve.command, "--draft", "None"), "tiny") == EngineOptions()
-    assert engine_options(given(generate.command, "--draft", "AUTO"), "tiny") == lasting
-    assert engine_options(given(generate.command), "tiny") == EngineOptions()
-    assert sampling_params(given(generate.command)) == SamplingParams()
+    assert engine_options(given_options(serve.command), "tiny") == lasting
+    assert (
+        engine_options(given_options(serve.command, "--draft", "None"), "tiny") == EngineOptions()
+    )
+    assert engine_options(given_options(generate.command, "--draft", "AUTO"), "tiny") == lasting
+    assert engine_options(given_options(generate.command), "tiny") == EngineOptions()
+    assert sampling_params(given_options(generate.command)) == SamplingParams()
 
 
 def test_engine_options_reach_their_fields() -> None:
@@ -52,7 +54,7 @@ def test_engine_options_reach_their_fields() -> None:
         "--pipeline-parallel 3 --expert-parallel 1 --context-parallel 4 --shares 3,2 "
         "--reduce gather --kv-shares heads --ray --attention-shares 1,0"
     )
-    assert engine_options(given(serve.command, *line.split()), "tiny") == EngineOptions(
+    assert engine_options(given_options(serve.command, *line.split()), "tiny") == EngineOptions(
         ComputeOptions("cpu", 3, "avx2", activation_bits=8),
         CacheOptions(2_000_000, 100, 32, prefix_cache=False, strict_prefix=True, kv_format="int8"),
         BatchOptions("dynamic", 7, 64, 5, 0.5, max_waiting_requests=9),
@@ -74,7 +76,7 @@ def test_sampling_options_reach_their_fields() -> None:
         "--repetition-penalty 1.1 --presence-penalty 0.2 --frequency-penalty 0.3 --seed 4 "
         "--stop a --stop b --ignore-eos"
     )
-    assert sampling_params(given(generate.command, *line.split())) == SamplingParams(
+    assert sampling_params(given_options(generate.command, *line.split())) == SamplingParams(
         max_tokens=9,
         min_tokens=2,
         temperature=0.5,
@@ -109,7 +111,7 @@ def test_sampling_options_reach_their_fields() -> None:
 )
 def test_wrong_sampling_values_name_their_option(line: str, sentence: str) -> None:
     with pytest.raises(RequestError) as caught:
-        sampling_params(given(generate.command, *line.split()))
+        sampling_params(given_options(generate.command, *line.split()))
     assert CommandFailure(caught.value, generate.command).message.startswith(sentence)
 
 
@@ -189,7 +191,7 @@ def test_wrong_sampling_values_name_their_option(line: str, sentence: str) -> No
 )
 def test_wrong_engine_values_name_their_option(line: str, sentence: str) -> None:
     with pytest.raises(UsageError) as caught:
-        engine_options(given(serve.command, *line.split()), "tiny")
+        engine_options(given_options(serve.command, *line.split()), "tiny")
     assert CommandFailure(caught.value, serve.command).message == sentence
 
 
@@ -253,7 +255,7 @@ def test_one_of_shows_its_words() -> None:
 
 def test_options_about_default_sampling_reach_their_fields() -> None:
     line = ("--generation-config", "openai", "--override-generation-config", '{"top_k": 5}')
-    options = engine_options(given(serve.command, *line), "tiny")
+    options = engine_options(given_options(serve.command, *line), "tiny")
     assert options.generation == GenerationOptions("openai", {"top_k": 5})
 
 
@@ -269,4 +271,4 @@ def test_options_about_default_sampling_reach_their_fields() -> None:
 )
 def test_an_override_must_be_an_object(text: str, reason: str) -> None:
     with pytest.raises(click.BadParameter, match=reason):
-        given(serve.command, "--override-generation-config", text)
+        given_options(serve.command, "--override-generation-config", text)

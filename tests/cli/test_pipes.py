@@ -61,10 +61,10 @@ def test_an_error_found_later_has_its_line_in_a_pipe(cli) -> None:
 
 def test_prices_of_apis_are_read_from_a_pipe(cli, config) -> None:
     prices = b"model,input_usd_per_1m,output_usd_per_1m,source_date\nMine,1,2,2026-07\n"
-    asked = ("plan", "buy", config, "--on", "H100-SXM", "--requests-per-day", "100000")
+    arguments = ("plan", "buy", config, "--on", "H100-SXM", "--requests-per-day", "100000")
     with piped(prices) as path:
         assert any(
-            line.startswith("Mine ") for line in cli(*asked, "--prices", path).out.split("\n")
+            line.startswith("Mine ") for line in cli(*arguments, "--prices", path).out.split("\n")
         )
 
 

@@ -103,14 +103,14 @@ def test_a_configuration_is_planned_without_the_parts_that_run_models(config):
 
 
 def test_wrong_options_are_named_as_they_are_written(cli, config):
-    for given, reason in (
+    for options, reason in (
         (("--on", "H100-SXN"), "--on must be one of here, "),
         (("--tpot", "-1"), "--tpot must be greater than 0 and at most 1,000,000,000, got -1."),
         (("--mfu", "1e-300"), "--mfu must be from 0.001 to 1, got 1e-300."),
         (("--devices", "0"), "--devices must be from 1 to 1,024, got 0."),
         (("--weights", "int9"), "int8"),
     ):
-        ran = cli("plan", config, "--on", "L4", *given)
+        ran = cli("plan", config, "--on", "L4", *options)
         assert ran.code == 2
         assert reason in ran.err
 
@@ -130,12 +130,12 @@ def test_an_impossible_plan_has_its_own_exit_code(cli, config):
 
 def test_a_model_that_does_not_fit_prints_nothing_but_the_error(cli, config, tmp_path):
     path = tmp_path / "plan.svg"
-    for more, reason in (
+    for more_options, reason in (
         (("--prompt", "200000"), "8b cannot answer these requests"),
         (("--streams", "5000"), "5000 streams do not fit"),
         (("--streams", "8", "--token-budget", "9"), "At most 1 of 8 streams can decode at once"),
     ):
-        arguments = ("plan", config, "--on", "L4", *more, "--plot", str(path))
+        arguments = ("plan", config, "--on", "L4", *more_options, "--plot", str(path))
         ran = cli(*arguments)
         assert (ran.code, ran.out, ran.err.count("\n")) == (9, "", 1)
         assert reason in ran.err
@@ -217,20 +217,20 @@ def test_names_do_not_become_markup(cli, config, tmp_path):
 
 def test_files_that_cannot_be_written_are_refused(cli, config, tmp_path, monkeypatch):
     (tmp_path / "folder.svg").mkdir()
-    for given, reason in (
+    for options, reason in (
         (("--plot", "plan.pdf"), "--plot must end in .svg or .png, got 'plan.pdf'."),
         (("--plot", "plan"), "--plot must end in .svg or .png, got 'plan'."),
         (("--html", "plan.svg"), "--html must end in .html, got 'plan.svg'."),
         (("--html", "no/plan.html"), "--html is in a folder that does not exist: 'no'."),
         (("--plot", str(tmp_path / "folder.svg")), "is a directory"),
     ):
-        ran = cli("plan", config, "--on", "L4", *given)
+        ran = cli("plan", config, "--on", "L4", *options)
         assert ran.code == 2
         assert reason in ran.err
         assert ran.out == ""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    for given in (("--plot", "plan.svg"), ("--html", "plan.html")):
-        ran = cli("plan", config, "--on", "L4", *given)
+    for options in (("--plot", "plan.svg"), ("--html", "plan.html")):
+        ran = cli("plan", config, "--on", "L4", *options)
         assert ran.code == 2
         assert "[plots]'" in ran.err
 
@@ -239,7 +239,7 @@ def test_a_full_disk_leaves_the_old_file(cli, config, tmp_path, monkeypatch):
     path = tmp_path / "plan.html"
     path.write_text("old")
 
-    def fail(*_args, **_more):
+    def fail(*_args, **_options):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", fail)
@@ -288,8 +288,10 @@ def test_several_devices_are_ranked_by_cost_in_one_table(cli, config):
     names = [row.split()[0] for row in rows]
     assert sorted(names) == ["L4", "T4", "c7g.16xlarge"]
     assert f" on {names[0]} costs least" in verdict
-    asked = cli("plan", config, "--on", "c7g.16xlarge", "--on", "L4", "--on", "T4", *load, "--json")
-    plans = json.loads(asked.out)["plans"]
+    table_run = cli(
+        "plan", config, "--on", "c7g.16xlarge", "--on", "L4", "--on", "T4", *load, "--json"
+    )
+    plans = json.loads(table_run.out)["plans"]
     assert [plan["device"] for plan in plans] == names
     costs = [plan["chosen"]["usd_per_1k"] for plan in plans]
     assert costs == sorted(costs)

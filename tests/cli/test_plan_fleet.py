@@ -40,16 +40,17 @@ def test_sizes_that_a_configuration_leaves_out_are_named_by_every_command(cli, t
     path.write_text('{"model_type": "llama", "num_hidden_layers": 9, "intermediate_size": 64}')
     fleet.write_text(f"models:\n- model: {path}\n  requests_per_s: 2\ndevices: [L4]\n")
     keys = ["hidden_size", "num_attention_heads"]
-    for given, expected in (
+    for arguments, expected in (
         (("plan", str(path), "--on", "L4"), keys),
         (("plan", "fleet", str(fleet)), {"bare": keys}),
         (("plan", "buy", str(path), "--on", "L4", "--requests-per-day", "9"), keys),
         (("simulate", str(path), "--on", "L4", "--rate", "1", "--requests", "3"), keys),
     ):
         assert (
-            f"of bare leaves out {', '.join(keys)}: the defaults of transformers" in cli(*given).out
+            f"of bare leaves out {', '.join(keys)}: the defaults of transformers"
+            in cli(*arguments).out
         )
-        assert json.loads(cli(*given, "--json").out)["assumed"] == expected
+        assert json.loads(cli(*arguments, "--json").out)["assumed"] == expected
 
 
 def test_every_plan_refuses_requests_beyond_the_context(cli, tmp_path):
@@ -80,8 +81,8 @@ def test_hosting_is_compared_with_apis(cli, config):
     assert any(line.startswith("The prices of DeepSeek R1 are from 2025-02") for line in lines)
     signals = [line.split(":")[0] for line in lines[-3:]]
     assert signals == ["Cost", "Latency", "Reliability"]
-    more = ("--api", "gpt-4.1", "--api-ttft", "500", "--api-tpot", "1", "--json")
-    body = json.loads(cli(*arguments, *more).out)
+    api_options = ("--api", "gpt-4.1", "--api-ttft", "500", "--api-tpot", "1", "--json")
+    body = json.loads(cli(*arguments, *api_options).out)
     assert [comparison["api"] for comparison in body["comparisons"]] == ["GPT-4.1"]
     assert len(body["swings"]) > 6
     for wrong, reason in (

@@ -125,14 +125,14 @@ def test_controls_are_shown_on_a_terminal_and_kept_in_a_pipe(tiny: str) -> None:
     master, slave = pty.openpty()
     with started(*line, stdout=slave) as process:
         os.close(slave)
-        shown = b""
+        output = b""
         with suppress(OSError):  # how a pseudo-terminal says that its other end is closed
-            while more := os.read(master, 65536):
-                shown += more
+            while new_bytes := os.read(master, 65536):
+                output += new_bytes
     os.close(master)
     controls = {code for code in piped if code < 32 and code not in b"\t\n"}
     assert controls, "the tiny model's answer has none: choose another prompt"
-    assert not controls & (set(shown) - {0x0D})  # the terminal itself writes \r\n
+    assert not controls & (set(output) - {0x0D})  # the terminal itself writes \r\n
 
 
 def test_the_server_answers_and_drains(tiny: str, shared_cache: Path) -> None:
@@ -204,9 +204,9 @@ def test_a_log_for_programs_is_an_object_a_line(tiny: str, shared_cache: Path) -
             metrics = http.get("/metrics").text
         process.terminate()
         err = process.communicate(timeout=30)[1]
-    said = [json.loads(line) for line in err.splitlines()]
-    assert [record["message"] for record in said] == ["request", "Stopping."]
-    assert said[0]["path"] == "/v1/completions"
+    log_records = [json.loads(line) for line in err.splitlines()]
+    assert [record["message"] for record in log_records] == ["request", "Stopping."]
+    assert log_records[0]["path"] == "/v1/completions"
     assert 'objective="all",result="met"} 1.0' in metrics
 
 
@@ -288,8 +288,8 @@ def test_more_clients_than_a_shell_allows_files(tiny: str, shared_cache: Path) -
 def test_a_port_in_use_is_known_before_the_model_is_loaded(
     cli: Callable[..., Ran], tiny: str
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as used_socket:
+        port = str(used_socket.getsockname()[1])
         ran = cli("serve", "/nowhere/model.gguf", "--port", port)  # else the code is 3
     assert ran.code == 7
     assert ran.err == (
@@ -393,8 +393,8 @@ def test_a_port_is_free_again_after_a_model_that_cannot_be_loaded(
         port = probe.getsockname()[1]
     (tmp_path / "bad.gguf").write_bytes(b"nothing")
     assert cli("serve", str(tmp_path / "bad.gguf"), "--port", str(port)).code == 4
-    with socket.socket() as again:
-        again.bind(("127.0.0.1", port))
+    with socket.socket() as free_socket:
+        free_socket.bind(("127.0.0.1", port))
 
 
 @pytest.mark.model

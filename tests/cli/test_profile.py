@@ -32,7 +32,7 @@ FIGURES = {
 @pytest.fixture(autouse=True)
 def known_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use fixed limits of the machine instead of measuring them."""
-    monkeypatch.setattr(module, "machine", lambda *given, remeasure: LIMITS)
+    monkeypatch.setattr(module, "machine", lambda *arguments, remeasure: LIMITS)
 
 
 def test_each_step_is_a_table_with_advice(cli: Cli, tiny: str) -> None:
@@ -104,7 +104,7 @@ def test_the_picture_holds_each_operation(cli: Cli, tiny: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("words", "sentence"),
     [
         (("--context", "100000"), "--context may be up to 507"),
         (("--prefill", "512"), "--prefill may be up to 511"),
@@ -122,9 +122,9 @@ def test_the_picture_holds_each_operation(cli: Cli, tiny: str, tmp_path: Path) -
     ],
 )
 def test_what_cannot_be_is_refused_in_one_sentence(
-    cli: Cli, tiny: str, given: tuple[str, ...], sentence: str
+    cli: Cli, tiny: str, words: tuple[str, ...], sentence: str
 ) -> None:
-    ran = cli("profile", tiny, *given)
+    ran = cli("profile", tiny, *words)
     assert ran.code != 0
     assert sentence in ran.err
     assert ran.out == ""

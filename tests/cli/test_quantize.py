@@ -82,9 +82,9 @@ def test_a_report_has_what_was_measured_and_from_what(
     printed = cli("report", str(small)).out
     flips = report["flips"]
     assert 0 <= flips["num_flipped"] < flips["num_questions"] // 2
-    asked = f"{flips['num_flipped']} of {few_questions}; right {flips['num_right']}, source "
+    flips_text = f"{flips['num_flipped']} of {few_questions}; right {flips['num_right']}, source "
     for text in (
-        asked,
+        flips_text,
         "q4_0, 4.50 bits",
         report["source_sha256"],
         "ffn_down",
@@ -107,12 +107,12 @@ def test_a_mix_is_chosen_for_a_goal_and_measured_once(
     assert 4.9 < report["bits"] <= 5.2
     assert report["target"] == "5.2 bits"
     assert len({tensor.format.name for tensor in read_gguf(Path(out)).tensors.values()}) > 3
-    again = mixed("--size", "120K")
-    assert "from an earlier measurement" in again.err
+    repeated_run = mixed("--size", "120K")
+    assert "from an earlier measurement" in repeated_run.err
     assert 100_000 < Path(out).stat().st_size <= 120_000
     assert mixed("--kl", "0.001").code == 0
-    asked = json.loads(cli("report", out, "--json").out)
-    assert asked["comparison"]["mean_kl"] < 0.002
+    report_body = json.loads(cli("report", out, "--json").out)
+    assert report_body["comparison"]["mean_kl"] < 0.002
 
     for goal, sentence in (
         (("--bits", "2"), "the smallest has 4."),
@@ -131,8 +131,8 @@ def test_a_mix_is_chosen_for_a_goal_and_measured_once(
 
 def test_a_model_calibrates_itself_on_the_same_pieces_each_time(tiny: str) -> None:
     source = load(tiny)
-    first, again = (generated_pieces(source, 2000) for _ in range(2))
-    assert first == again
+    first, second_pieces = (generated_pieces(source, 2000) for _ in range(2))
+    assert first == second_pieces
     assert 1500 < sum(map(len, first)) < 2200
     assert max(map(len, first)) <= source.spec.context_length
 
@@ -196,9 +196,9 @@ def test_nothing_is_named_that_cannot_pass(
 
     (directory := folder.parent / "folder.gguf").mkdir()
 
-    def refused(sentence: str, code: int, *more: str, name: str = "x.gguf") -> None:
+    def refused(sentence: str, code: int, *more_options: str, name: str = "x.gguf") -> None:
         out = str(folder / name)
-        ran = cli("quantize", tiny, "--to", "q4_0", "--out", out, *text, *more)
+        ran = cli("quantize", tiny, "--to", "q4_0", "--out", out, *text, *more_options)
         assert (ran.code, ran.err.count("twostroke: ")) == (code, 1), ran.err
         assert sentence in ran.err
         assert not list(folder.iterdir())
@@ -250,7 +250,7 @@ def test_what_was_rounded_before_an_interruption_is_not_rounded_again(
     where, name = (choose, "round_matrix") if target == "q4_0" else (SavedMatrices, "add")
     rounding, calls = getattr(where, name), list[int]()
 
-    def counted(*args: object) -> object:
+    def counting_function(*args: object) -> object:
         if str(args[1]).endswith(".factors"):
             return rounding(*args)
         calls.append(len(calls))
@@ -258,33 +258,35 @@ def test_what_was_rounded_before_an_interruption_is_not_rounded_again(
             signal.raise_signal(signal.SIGINT)
         return rounding(*args)
 
-    monkeypatch.setattr(where, name, counted)
+    monkeypatch.setattr(where, name, counting_function)
     out = folder / ("x.gguf" if target == "q4_0" else "x")
     ask = ("quantize", tiny, "--to", target, "--out", str(out), *text)
     ran = cli(*ask)
     assert ran.code == 130
     assert "was not written. Run the same command to continue." in ran.err
     assert not list(folder.iterdir())
-    again = cli(*ask)
-    assert again.code == 0, again.err
+    repeated_run = cli(*ask)
+    assert repeated_run.code == 0, repeated_run.err
     num_matrices = len(LAYER) * load(tiny).spec.num_layers
     assert len(calls) == 5 + num_matrices - 4
-    whole = {key: tensor.data.tobytes() for key, tensor in load(str(out)).tensors.items()}
+    tensor_bytes = {key: tensor.data.tobytes() for key, tensor in load(str(out)).tensors.items()}
     out.rename(out.with_name(f"old {out.name}"))
     assert cli(*ask).code == 0
     assert len(calls) == 1 + 2 * num_matrices  # what was kept is gone
-    assert whole == {key: tensor.data.tobytes() for key, tensor in load(str(out)).tensors.items()}
+    assert tensor_bytes == {
+        key: tensor.data.tobytes() for key, tensor in load(str(out)).tensors.items()
+    }
 
 
 def broken(small: Path) -> bytes:
     """The bytes of `small` with some codes changed."""
-    whole = small.read_bytes()
+    file_bytes = small.read_bytes()
     for name, tensor in read_gguf(small).tensors.items():
         if "ffn" in name and tensor.format.name == "Q4_0":
             blocks = tensor.data.reshape(-1, 18).copy()
             blocks[:, 2:] ^= 0x88  # the codes' highest bits
-            whole = whole.replace(tensor.data.tobytes(), blocks.tobytes())
-    return whole
+            file_bytes = file_bytes.replace(tensor.data.tobytes(), blocks.tobytes())
+    return file_bytes
 
 
 @contextmanager

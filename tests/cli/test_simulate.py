@@ -64,10 +64,10 @@ def test_json_and_a_record_hold_the_run(cli, config, tmp_path):
     path = str(tmp_path / "run.json")
     body = json.loads(cli("simulate", config, *SMALL, "--json", "--record", path).out)
     assert body["report"]["num_completed"] == 40
-    again = cli("simulate", config, "--on", "h100-sxm", "--trace", path, "--json")
-    for name, latency in json.loads(again.out)["report"]["latencies"].items():
-        wanted = body["report"]["latencies"][name]["mean"]
-        assert latency["mean"] == pytest.approx(wanted, rel=1e-6)
+    repeated_run = cli("simulate", config, "--on", "h100-sxm", "--trace", path, "--json")
+    for name, latency in json.loads(repeated_run.out)["report"]["latencies"].items():
+        expected_mean = body["report"]["latencies"][name]["mean"]
+        assert latency["mean"] == pytest.approx(expected_mean, rel=1e-6)
 
 
 def test_a_sweep_shows_what_it_tried(cli, config):
@@ -84,9 +84,9 @@ def test_a_sweep_shows_what_it_tried(cli, config):
 
 
 def test_prompts_are_prefilled_on_other_replicas_on_request(cli, config):
-    apart = ("--replicas", "2", "--prefill-replicas", "1", "--rate", "1", "--requests", "20")
+    options = ("--replicas", "2", "--prefill-replicas", "1", "--rate", "1", "--requests", "20")
     for rule, is_told in (("always", True), ("never", False)):
-        ran = cli("simulate", config, "--on", "h100-sxm", *apart, "--disaggregate", rule)
+        ran = cli("simulate", config, "--on", "h100-sxm", *options, "--disaggregate", rule)
         assert ran.code == 0
         assert ("there 20." in ran.out) is is_told
 
@@ -100,7 +100,7 @@ def test_this_machine_has_the_pages_of_its_engine(cli, tiny):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         ((), "Give either --trace or --rate"),
         (("--rate", "1", "--trace", "azure-conv"), "Give either --trace or --rate"),
@@ -133,8 +133,8 @@ def test_this_machine_has_the_pages_of_its_engine(cli, tiny):
         (("--rate", "1", "--replicas", "0"), "--replicas must be from 1 to 1,024"),
     ],
 )
-def test_wrong_options_are_answered_with_a_sentence(cli, config, given, message):
-    ran = cli("simulate", config, *given)
+def test_wrong_options_are_answered_with_a_sentence(cli, config, options, message):
+    ran = cli("simulate", config, *options)
     assert ran.code != 0
     assert ran.out == ""
     assert message in ran.err

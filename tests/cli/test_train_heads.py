@@ -30,7 +30,7 @@ def test_without_pytorch_it_says_what_to_install(
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         (("--kind", "hydra"), "hydra"),
         (("--depth", "99"), "--depth must be from 1 to 16, got 99"),
@@ -38,8 +38,8 @@ def test_without_pytorch_it_says_what_to_install(
     ],
 )
 def test_wrong_options_are_refused(
-    cli: Cli, tmp_path: Path, given: tuple[str, ...], message: str
+    cli: Cli, tmp_path: Path, options: tuple[str, ...], message: str
 ) -> None:
-    ran = cli("train-heads", "tiny", "-o", str(tmp_path / "heads"), *given)
+    ran = cli("train-heads", "tiny", "-o", str(tmp_path / "heads"), *options)
     assert ran.code == 2
     assert message in ran.err

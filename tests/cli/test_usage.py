@@ -133,8 +133,8 @@ def test_wrong_options_are_refused(usage: Callable[..., Ran], cli: Cli, tmp_path
     assert "'today' is not a day" in usage("--since", "today").err
     assert "either --csv or --json" in usage("--csv", "--json").err
     assert "'keys' is not one of" in usage("--by", "keys").err
-    late = usage("--since", "2026-11-30", "--until", "2026-11-01")
-    assert "--since 2026-11-30 is later than --until 2026-11-01" in late.err
+    refused_run = usage("--since", "2026-11-30", "--until", "2026-11-01")
+    assert "--since 2026-11-30 is later than --until 2026-11-01" in refused_run.err
     ran = cli("usage", "--records", str(tmp_path))
     assert (ran.code, ran.out) == (1, "")
     assert "There is no database" in ran.err

@@ -24,7 +24,7 @@ def stream() -> None:
         assert events.get_final_message().content[0].text == text
 
 
-def counted() -> None:
+def counted_tokens() -> None:
     count = client.messages.count_tokens(model=MODEL, messages=QUESTION).input_tokens
     usage = client.messages.create(model=MODEL, max_tokens=1, messages=QUESTION).usage
     assert count == usage.input_tokens + (usage.cache_read_input_tokens or 0)
@@ -55,21 +55,21 @@ def tools() -> None:
 def batches() -> None:
     params = {"model": MODEL, "max_tokens": 4, "messages": QUESTION}
     wrong = {**params, "model": "nobody"}
-    asked = [{"custom_id": f"n{i}", "params": params} for i in range(3)]
-    known = client.messages.batches
-    batch = known.create(requests=[*asked, {"custom_id": "bad", "params": wrong}])
+    batch_lines = [{"custom_id": f"n{i}", "params": params} for i in range(3)]
+    batch_client = client.messages.batches
+    batch = batch_client.create(requests=[*batch_lines, {"custom_id": "bad", "params": wrong}])
     while batch.processing_status != "ended":
         time.sleep(0.2)
-        batch = known.retrieve(batch.id)
+        batch = batch_client.retrieve(batch.id)
     batch = MessageBatch.model_validate(batch.to_dict())  # which the SDK does not do by itself
     assert (batch.request_counts.succeeded, batch.request_counts.errored) == (3, 1)
-    results = {line.custom_id: line.result for line in known.results(batch.id)}
+    results = {line.custom_id: line.result for line in batch_client.results(batch.id)}
     assert all(results[f"n{i}"].message.content[0].text for i in range(3))
     assert results["bad"].error.error.type == "not_found_error"
-    assert next(iter(known.list(limit=1))).id == batch.id
-    assert known.delete(batch.id).type == "message_batch_deleted"
+    assert next(iter(batch_client.list(limit=1))).id == batch.id
+    assert batch_client.delete(batch.id).type == "message_batch_deleted"
     try:
-        known.create(requests=[*asked, asked[0]])
+        batch_client.create(requests=[*batch_lines, batch_lines[0]])
     except anthropic.BadRequestError:
         return
     raise AssertionError("a doubled custom_id was accepted")
@@ -96,4 +96,4 @@ def cancel() -> None:
     plain()
 
 
-run(plain, stream, counted, continued, tools, batches, errors, cancel)
+run(plain, stream, counted_tokens, continued, tools, batches, errors, cancel)

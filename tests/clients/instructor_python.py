@@ -37,10 +37,10 @@ class Person(BaseModel):
 def hello() -> Iterator[Callable[[], None]]:
     for mode in MODES:
         for streamed in (False, True):
-            yield _one(mode, streamed=streamed)
+            yield _construct_case(mode, streamed=streamed)
 
 
-def _one(mode: instructor.Mode, *, streamed: bool) -> Callable[[], None]:
+def _construct_case(mode: instructor.Mode, *, streamed: bool) -> Callable[[], None]:
     messages = [{"role": "user", "content": "Anna is 30 years old."}]
 
     def check() -> None:
@@ -56,10 +56,10 @@ def _one(mode: instructor.Mode, *, streamed: bool) -> Callable[[], None]:
     return check
 
 
-def fill_in(asked: type[BaseModel], prompt: str) -> BaseModel:
+def fill_in(form: type[BaseModel], prompt: str) -> BaseModel:
     messages = [{"role": "user", "content": prompt}]
     return MODES[instructor.Mode.JSON_SCHEMA].create(
-        response_model=asked, messages=messages, **SETTINGS
+        response_model=form, messages=messages, **SETTINGS
     )
 
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from langchain_core.language_models import BaseChatModel
     from langgraph.graph.state import CompiledStateGraph as Agent
 
-ASKED = {"base_url": BASE_URL, "api_key": "none", "model": MODEL, "temperature": 0}
-model = ChatOpenAI(max_tokens=100, **ASKED)
+SETTINGS = {"base_url": BASE_URL, "api_key": "none", "model": MODEL, "temperature": 0}
+model = ChatOpenAI(max_tokens=100, **SETTINGS)
 
 
 class Person(BaseModel):
@@ -55,16 +55,16 @@ def stream() -> None:
 
 
 def completions() -> None:
-    assert OpenAI(max_tokens=8, **ASKED).invoke("The capital of France is")
+    assert OpenAI(max_tokens=8, **SETTINGS).invoke("The capital of France is")
 
 
 def tools() -> None:
-    asked = [HumanMessage("What is the weather in Paris, in Celsius?")]
-    answer = model.bind_tools([get_weather], tool_choice="any").invoke(asked)
+    messages = [HumanMessage("What is the weather in Paris, in Celsius?")]
+    answer = model.bind_tools([get_weather], tool_choice="any").invoke(messages)
     [call, *_] = answer.tool_calls
     result = get_weather.invoke(call["args"])
     results = [ToolMessage(result, tool_call_id=tool_call["id"]) for tool_call in answer.tool_calls]
-    assert model.invoke([*asked, answer, *results]).content
+    assert model.invoke([*messages, answer, *results]).content
 
 
 def json_schema() -> None:
@@ -84,27 +84,27 @@ def cancel() -> None:
     plain()
 
 
-def _agent(made: BaseChatModel, form: object) -> Agent:
-    asked: list[str] = []
+def _agent(chat_model: BaseChatModel, form: object) -> Agent:
+    cities: list[str] = []
 
     @tool
     def weather(city: str) -> str:
         """Tell the weather of a city now."""
-        asked.append(city)
+        cities.append(city)
         return "17 degrees"
 
     @wrap_model_call
     def once(request: ModelRequest, ask: Callable[[ModelRequest], object]) -> object:
         """Offer the tool until it ran: a small model calls again and again if it may."""
-        return ask(request.override(tools=[] if asked else request.tools))
+        return ask(request.override(tools=[] if cities else request.tools))
 
-    return create_agent(made, tools=[weather], middleware=[once], response_format=form)
+    return create_agent(chat_model, tools=[weather], middleware=[once], response_format=form)
 
 
 def agents() -> None:
     """Let an agent use a tool, and answer in a form, over each protocol and streamed."""
     claude = ChatAnthropic(base_url=ROOT_URL, api_key="none", model=MODEL, max_tokens=100)
-    responses = ChatOpenAI(max_tokens=100, use_responses_api=True, **ASKED)
+    responses = ChatOpenAI(max_tokens=100, use_responses_api=True, **SETTINGS)
     request = {"messages": [HumanMessage("What is the weather in Paris now?")]}
     for chat_model in (model, responses, claude):
         for form in (None, ProviderStrategy(Weather)):

@@ -51,11 +51,11 @@ def chat_is_answered() -> None:
 
 
 def chat_streams_with_timings() -> None:
-    whole: Any = None
+    message: Any = None
     for chunk in chat.bind(timings_per_token=True, return_progress=True).stream(QUESTION):
-        whole = chunk if whole is None else whole + chunk
-    assert whole.content
-    assert whole.response_metadata["timings"]["predicted_n"] > 0
+        message = chunk if message is None else message + chunk
+    assert message.content
+    assert message.response_metadata["timings"]["predicted_n"] > 0
 
 
 def chat_takes_every_field() -> None:

@@ -17,11 +17,11 @@ from pydantic import BaseModel, Field
 if TYPE_CHECKING:
     from llama_index.core.agent.workflow import AgentOutput
 
-ASKED = {"model": MODEL, "api_base": BASE_URL, "api_key": "none", "temperature": 0}
+SETTINGS = {"model": MODEL, "api_base": BASE_URL, "api_key": "none", "temperature": 0}
 LIMITS = {"max_tokens": 200, "max_retries": 0, "context_window": 32768}
 KINDS = {"is_chat_model": True, "is_function_calling_model": True}
-model = OpenAILike(**ASKED, **LIMITS, **KINDS)
-forms = OpenAILike(**ASKED, **LIMITS, **KINDS, should_use_structured_outputs=True)
+model = OpenAILike(**SETTINGS, **LIMITS, **KINDS)
+forms = OpenAILike(**SETTINGS, **LIMITS, **KINDS, should_use_structured_outputs=True)
 LOOP = asyncio.new_event_loop()
 QUESTION = "What is the weather in Paris now?"
 
@@ -34,8 +34,8 @@ class Weather(BaseModel):
 
 
 def plain() -> None:
-    asked = [ChatMessage("Why is the sky blue? Answer in one sentence.")]
-    assert model.chat(asked).message.content
+    messages = [ChatMessage("Why is the sky blue? Answer in one sentence.")]
+    assert model.chat(messages).message.content
 
 
 def stream() -> None:
@@ -43,7 +43,7 @@ def stream() -> None:
 
 
 def completions() -> None:
-    writer = OpenAILike(**ASKED, max_tokens=8)
+    writer = OpenAILike(**SETTINGS, max_tokens=8)
     assert writer.complete("The capital of France is").text
 
 
@@ -56,16 +56,16 @@ def form() -> None:
 def form_streamed() -> None:
     for llm in (model, forms):
         prompt = PromptTemplate("In Paris it is 17 degrees.")
-        *_, said = llm.stream_structured_predict(Weather, prompt)
-        assert Weather.model_validate(said.model_dump())
+        *_, prediction = llm.stream_structured_predict(Weather, prompt)
+        assert Weather.model_validate(prediction.model_dump())
 
 
 def _agent(*, streamed: bool, has_form: bool) -> AgentOutput:
-    asked: list[str] = []
+    cities: list[str] = []
 
     def get_weather(city: str) -> str:
         """Tell the weather in a city now."""
-        asked.append(city)
+        cities.append(city)
         return "17 degrees"
 
     class Once(ObjectRetriever):
@@ -75,7 +75,7 @@ def _agent(*, streamed: bool, has_form: bool) -> AgentOutput:
             self.tool = FunctionTool.from_defaults(get_weather)
 
         async def aretrieve(self, _: object) -> list[FunctionTool]:
-            return [] if asked else [self.tool]
+            return [] if cities else [self.tool]
 
     async def run_client() -> AgentOutput:
         agent = FunctionAgent(
@@ -90,7 +90,7 @@ def _agent(*, streamed: bool, has_form: bool) -> AgentOutput:
         return await handler
 
     answer = LOOP.run_until_complete(run_client())
-    assert asked
+    assert cities
     return answer
 
 

@@ -33,13 +33,15 @@ for task in TASKS.glob("*.yaml"):
     (folder / task.name).write_text(task.read_text().replace("DATA", str(TASKS)))
 
 
-def harness(name: str, model: str, arguments: dict[str, str], task: str, *more: str) -> list[Any]:
+def harness(
+    name: str, model: str, arguments: dict[str, str], task: str, *more_options: str
+) -> list[Any]:
     """Run one task, and return its samples in order."""
     out = folder / name
     command = [
         *("lm_eval", "run", "--model", model, "--tasks", task, "--include_path", str(folder)),
         *("--model_args", ",".join(f"{key}={value}" for key, value in arguments.items())),
-        *("--output_path", str(out), "--log_samples", *more),
+        *("--output_path", str(out), "--log_samples", *more_options),
     ]
     environment = os.environ | {"OPENAI_API_KEY": "none", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
@@ -86,12 +88,12 @@ def compare_each(task: str) -> None:
     worst, total, count = 0.0, 0.0, 0
     for mine, other in zip(ours(task), theirs(task), strict=True):
         assert mine["doc_hash"] == other["doc_hash"]
-        asked = mine["arguments"].values()
-        for request, (a,), (b,) in zip(asked, mine["resps"], other["resps"], strict=True):
+        requests = mine["arguments"].values()
+        for request, (a,), (b,) in zip(requests, mine["resps"], other["resps"], strict=True):
             texts = (request["arg_0"], request.get("arg_1", ""))
             context, text = texts if texts[1] else ("", texts[0])
-            apart = abs(value(a) - value(b)) / num_tokens(context, text)
-            worst, total, count = max(worst, apart), total + apart, count + 1
+            difference = abs(value(a) - value(b)) / num_tokens(context, text)
+            worst, total, count = max(worst, difference), total + difference, count + 1
     mean = total / count
     print(f"    {task}: {count} compared, {mean:.4f} a token apart on average, {worst:.4f} at most")
     assert worst <= MOST_APART
@@ -115,8 +117,10 @@ def chat() -> None:
         "model": MODEL,
         "num_concurrent": "4",
     }
-    more = ("--apply_chat_template",)
-    samples = harness("chat", "local-chat-completions", arguments, "twostroke_answer", *more)
+    more_options = ("--apply_chat_template",)
+    samples = harness(
+        "chat", "local-chat-completions", arguments, "twostroke_answer", *more_options
+    )
     assert all(sample["resps"][0][0].strip() for sample in samples)
 
 
@@ -129,7 +133,9 @@ def remote_tokenizer() -> None:
         samples = harness(f"remote-{task}", "local-completions", arguments, task)
         assert samples
         if task == "twostroke_choice":
-            assert [sample["resps"] for sample in samples] == [one["resps"] for one in ours(task)]
+            assert [sample["resps"] for sample in samples] == [
+                sample_here["resps"] for sample_here in ours(task)
+            ]
     chat = harness(
         *("remote-chat", "local-completions", arguments, "twostroke_answer"),
         "--apply_chat_template",

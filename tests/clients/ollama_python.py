@@ -56,8 +56,8 @@ def tools() -> None:
         "content": get_weather(**call.function.arguments),
     }
     talk = [*messages, first.message, result]
-    again = CLIENT.chat(MODEL, talk, tools=[get_weather], options=SHORT).message
-    assert again.content or again.tool_calls  # a small model may call again
+    second_answer = CLIENT.chat(MODEL, talk, tools=[get_weather], options=SHORT).message
+    assert second_answer.content or second_answer.tool_calls  # a small model may call again
 
 
 def form() -> None:
@@ -74,8 +74,8 @@ def generate() -> None:
     """An answer to a prompt, and one that goes on from it."""
     first = CLIENT.generate(MODEL, "Say hello.", options=SHORT)
     assert first.response
-    again = CLIENT.generate(MODEL, "Again.", context=first.context, options=SHORT)
-    assert again.prompt_eval_count > len(first.context or ())
+    continuation = CLIENT.generate(MODEL, "Again.", context=first.context, options=SHORT)
+    assert continuation.prompt_eval_count > len(first.context or ())
     gap = CLIENT.generate(MODEL, "def add(a, b):\n    ", suffix="\n", options=SHORT)
     assert gap.response
 

@@ -29,7 +29,7 @@ SETTINGS = ModelSettings(temperature=0, max_tokens=200)
 QUESTION = "What is the weather in Paris now?"
 LOOP = asyncio.new_event_loop()
 client = AsyncOpenAI(base_url=BASE_URL, api_key="none", max_retries=0)
-asked: list[str] = []
+cities: list[str] = []
 
 
 class Weather(BaseModel):
@@ -40,10 +40,10 @@ class Weather(BaseModel):
 
 
 # A small model calls again and again if it may.
-@function_tool(is_enabled=lambda *_: not asked)
+@function_tool(is_enabled=lambda *_: not cities)
 def get_weather(city: str) -> str:
     """Tell the weather in a city now."""
-    asked.append(city)
+    cities.append(city)
     return "17 degrees"
 
 
@@ -59,10 +59,10 @@ def hello() -> Iterator[Callable[[], None]]:
     for kind in KINDS:
         for form in FORMS:
             for streamed in (False, True):
-                yield _one(kind, form, streamed=streamed)
+                yield _agent_case(kind, form, streamed=streamed)
 
 
-def _one(kind: str, form: str, *, streamed: bool) -> Callable[[], None]:
+def _agent_case(kind: str, form: str, *, streamed: bool) -> Callable[[], None]:
     output, question, tools = FORMS[form]
 
     async def run_client() -> object:
@@ -74,11 +74,11 @@ def _one(kind: str, form: str, *, streamed: bool) -> Callable[[], None]:
         return result.final_output
 
     def check() -> None:
-        asked.clear()
+        cities.clear()
         answer = LOOP.run_until_complete(run_client())
         assert answer
         assert isinstance(answer, output or str)
-        assert bool(asked) == bool(tools)
+        assert bool(cities) == bool(tools)
 
     check.__name__ = f"{kind}: {form}{', streamed' * streamed}"
     return check

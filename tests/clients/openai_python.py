@@ -137,15 +137,18 @@ def responses() -> None:
     assert answer.output_text
     assert answer.status in {"completed", "incomplete"}
     assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
-    more = client.responses.create(input="And at night?", previous_response_id=answer.id, **request)
-    assert more.previous_response_id == answer.id
-    assert more.usage.input_tokens > answer.usage.output_tokens
+    second_answer = client.responses.create(
+        input="And at night?", previous_response_id=answer.id, **request
+    )
+    assert second_answer.previous_response_id == answer.id
+    assert second_answer.usage.input_tokens > answer.usage.output_tokens
     messages = [
-        item.role for item in client.responses.input_items.list(more.id, order="asc", limit=2)
+        item.role
+        for item in client.responses.input_items.list(second_answer.id, order="asc", limit=2)
     ]
     assert messages == ["user", "assistant", "user"]
-    again = client.responses.create(input=[*QUESTION, *answer.output, *QUESTION], **request)
-    assert again.output_text
+    resent_answer = client.responses.create(input=[*QUESTION, *answer.output, *QUESTION], **request)
+    assert resent_answer.output_text
     assert client.responses.retrieve(answer.id).output_text == answer.output_text
     client.responses.delete(answer.id)
     for method in (client.responses.retrieve, client.responses.cancel):
@@ -184,10 +187,12 @@ def tools_in_responses() -> None:
     assert (answer.status, call.type, call.status) == ("completed", "function_call", "completed")
     assert set(json.loads(call.arguments)) == {"city", "unit"}
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "17 degrees"}
-    kept = client.responses.create(input=[result], previous_response_id=answer.id, **request)
+    stored_answer = client.responses.create(
+        input=[result], previous_response_id=answer.id, **request
+    )
     resent = client.responses.create(input=[*WEATHER_QUESTION, call, result], **request)
-    assert kept.usage.input_tokens == resent.usage.input_tokens
-    assert kept.output_text == resent.output_text
+    assert stored_answer.usage.input_tokens == resent.usage.input_tokens
+    assert stored_answer.output_text == resent.output_text
     person = {"type": "function", "name": "tell", "parameters": PERSON, "strict": True}
     with client.responses.stream(
         input="Describe Anna, who is 30.", **forced, **request | {"tools": [person]}
@@ -261,9 +266,9 @@ def errors() -> None:
         assert error.request_id
 
 
-def refusal(call: Callable[..., Any], **asked: Any) -> openai.APIStatusError | None:
+def refusal(call: Callable[..., Any], **fields: Any) -> openai.APIStatusError | None:
     try:
-        call(**asked)
+        call(**fields)
     except openai.APIStatusError as error:
         return error
     return None

@@ -53,23 +53,23 @@ def hello() -> Iterator[Callable[[], None]]:
     for model in MODELS:
         for form in FORMS:
             for streamed in (False, True):
-                yield _one(model, form, streamed=streamed)
+                yield _model_case(model, form, streamed=streamed)
 
 
-def _one(model: str, form: str, *, streamed: bool) -> Callable[[], None]:
+def _model_case(model: str, form: str, *, streamed: bool) -> Callable[[], None]:
     output, question, has_tool = FORMS[form]
     agent = Agent(MODELS[model], output_type=output, model_settings=SETTINGS)
-    asked = []
+    cities = []
 
     async def once(_: object, tool: ToolDefinition) -> ToolDefinition | None:
-        return None if asked else tool  # a small model calls again and again if it may
+        return None if cities else tool  # a small model calls again and again if it may
 
     if has_tool:
 
         @agent.tool_plain(prepare=once)
         def get_weather(city: str) -> str:
             """Tell the weather in a city now."""
-            asked.append(city)
+            cities.append(city)
             return "17 degrees"
 
     async def stream() -> object:
@@ -86,7 +86,7 @@ def _one(model: str, form: str, *, streamed: bool) -> Callable[[], None]:
         )
         assert isinstance(answer, str if output is str else Weather)
         assert answer
-        assert bool(asked) == has_tool
+        assert bool(cities) == has_tool
 
     check.__name__ = f"{model}: {form}{', streamed' * streamed}"
     return check
@@ -95,9 +95,9 @@ def _one(model: str, form: str, *, streamed: bool) -> Callable[[], None]:
 LIMITS = UsageLimits(request_limit=5)
 
 
-def fill_in(asked: type[BaseModel], prompt: str) -> BaseModel:
+def fill_in(form: type[BaseModel], prompt: str) -> BaseModel:
     agent = Agent(
-        MODELS["chat"], output_type=NativeOutput(asked), model_settings=SETTINGS, retries=0
+        MODELS["chat"], output_type=NativeOutput(form), model_settings=SETTINGS, retries=0
     )
     return agent.run_sync(prompt).output
 

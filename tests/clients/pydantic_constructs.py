@@ -93,7 +93,7 @@ class Linked(BaseModel):
 
 class Page(BaseModel, Generic[Item]):
     items: list[Item] = Field(min_length=1, max_length=2)
-    more: bool
+    has_more: bool
 
 
 class Forbidding(BaseModel):
@@ -277,14 +277,14 @@ def constructs(answer: Callable[[type[BaseModel], str], Any]) -> Iterator[Callab
 
 
 def _construct(
-    name: str, asked: type[BaseModel], answer: Callable[[type[BaseModel], str], Any]
+    name: str, form: type[BaseModel], answer: Callable[[type[BaseModel], str], Any]
 ) -> Callable[[], None]:
     prompt = f"Write a short example of {name} as JSON."
     if name in EXAMPLES:
         prompt = f'Answer with exactly this JSON: {{"value": {EXAMPLES[name]}}}'
 
     def check() -> None:
-        assert isinstance(answer(asked, prompt), asked)
+        assert isinstance(answer(form, prompt), form)
 
     check.__name__ = f"a construct: {name}"
     return check

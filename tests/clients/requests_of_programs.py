@@ -35,7 +35,7 @@ TITLE = {
     "max_completion_tokens": 1000,
 }
 TURN = {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Hi"}]}
-ASKED = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Why?"}]}
+LAST_TURN = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Why?"}]}
 PATCH = {
     "type": "custom",
     "name": "apply_patch",
@@ -44,7 +44,7 @@ PATCH = {
 }
 CODEX = {
     "instructions": "You are a coding agent.",
-    "input": [TURN, ASKED],
+    "input": [TURN, LAST_TURN],
     "tools": [
         {"type": "function", **TOOL["function"], "strict": False},
         PATCH,

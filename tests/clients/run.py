@@ -26,8 +26,8 @@ from twostroke.model.hub import resolve
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parents[1]
 ENVIRONMENTS = ROOT / ".venv-clients"
 _START_S = 120
 
@@ -167,7 +167,7 @@ def _python(client: Client, folder: Path) -> list[str]:
         if client.packages:
             subprocess.run(install, check=True)
         ready.write_text(repr(client.packages))
-    return [str(python), str(HERE / client.script)]
+    return [str(python), str(FOLDER / client.script)]
 
 
 def _node(client: Client, folder: Path) -> list[str]:
@@ -179,7 +179,7 @@ def _node(client: Client, folder: Path) -> list[str]:
         subprocess.run(install, check=True, cwd=folder)
         ready.write_text(repr(client.packages))
     script = folder / client.script  # modules are looked for from where a script lies
-    script.write_text((HERE / client.script).read_text())
+    script.write_text((FOLDER / client.script).read_text())
     return ["node", str(script)]
 
 

@@ -86,20 +86,20 @@ class Suite:
         self.not_made: Counter[str] = Counter()
         self.replaced: defaultdict[str, set[Replaced]] = defaultdict(set)
         self.failed: dict[str, str] = {}
-        self.passed: set[str] = set()
+        self.passed_tests: set[str] = set()
 
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
-        kept, left = [], []
+        selected_items, left = [], []
         for item in items:
             reason = next(
                 (NOT_MADE[pattern] for pattern in NOT_MADE if fnmatchcase(item.nodeid, pattern)),
                 None,
             )
-            (kept if reason is None else left).append(item)
+            (selected_items if reason is None else left).append(item)
             self.not_made.update([reason] if reason else [])
-        items[:] = kept
+        items[:] = selected_items
         config.hook.pytest_deselected(items=left)
 
     @pytest.hookimpl(wrapper=True)
@@ -113,7 +113,7 @@ class Suite:
             crash = getattr(report.longrepr, "reprcrash", None)
             self.failed[report.nodeid] = (crash.message if crash else str(report.longrepr))[:300]
         elif report.when == "call":
-            self.passed.add(report.nodeid)
+            self.passed_tests.add(report.nodeid)
 
     def mend(self, options: Any) -> Any:
         """Return what an SDK is about to send, with what cannot be answered replaced."""
@@ -151,7 +151,7 @@ class Suite:
             say(f"  FAILED {test}: {message}")
         for is_refused, word in ((True, "refused"), (False, "not allowed by the protocol")):
             tests: Counter[Replaced] = Counter()
-            for test in self.passed:
+            for test in self.passed_tests:
                 tests.update(each for each in self.replaced[test] if each.is_refused == is_refused)
             for value, count in sorted(tests.items(), key=lambda entry: entry[0].field):
                 say(f"  {word}: {value.field} of {value.path} ({count} tests): {value.reason}")
@@ -169,8 +169,10 @@ class Suite:
 
     def _counts(self) -> tuple[int, int]:
         """Return how many tests passed, and how many passed only without refused values."""
-        refused = {test for test in self.passed if any(v.is_refused for v in self.replaced[test])}
-        return len(self.passed) - len(refused), len(refused)
+        refused = {
+            test for test in self.passed_tests if any(v.is_refused for v in self.replaced[test])
+        }
+        return len(self.passed_tests) - len(refused), len(refused)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         num_passed, _ = self._counts()

@@ -23,9 +23,9 @@ def _as_it_was() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_as_it_was")
 def test_old_objects_are_exempt_and_a_step_causes_no_collection() -> None:
-    kept: list[list[int]] = [[] for _ in range(10)]
+    objects: list[list[int]] = [[] for _ in range(10)]
     tune_garbage_collector()
-    assert gc.get_freeze_count() > len(kept)
+    assert gc.get_freeze_count() > len(objects)
     before = gc.get_stats()[0]["collections"]
     step = [[number] for number in range(1024)]
     assert gc.get_stats()[0]["collections"] == before
@@ -34,9 +34,9 @@ def test_old_objects_are_exempt_and_a_step_causes_no_collection() -> None:
 
 @pytest.mark.usefixtures("_as_it_was")
 def test_cycles_that_grew_old_are_not_compared_with_exempt_objects() -> None:
-    kept: list[list[int]] = [[] for _ in range(600_000)]
+    objects: list[list[int]] = [[] for _ in range(600_000)]
     tune_garbage_collector()
-    assert gc.get_freeze_count() > len(kept)
+    assert gc.get_freeze_count() > len(objects)
     gc.set_threshold(700)
     before = gc.get_stats()[2]["collections"]
     cycles: list[list[object]] = []

@@ -8,7 +8,7 @@ from twostroke.core.errors import Field, UsageError, nearest
 
 
 @pytest.mark.parametrize(
-    ("word", "known", "hint"),
+    ("word", "known_words", "hint"),
     [
         ("of", ("auto", "off"), " Did you mean 'off'?"),
         ("OFF", ("auto", "off"), " Did you mean 'off'?"),
@@ -38,9 +38,9 @@ from twostroke.core.errors import Field, UsageError, nearest
     ],
 )
 def test_the_nearest_word_is_named_as_it_is_known(
-    word: str, known: tuple[str, ...], hint: str
+    word: str, known_words: tuple[str, ...], hint: str
 ) -> None:
-    assert nearest(word, known) == hint
+    assert nearest(word, known_words) == hint
 
 
 @pytest.mark.parametrize(

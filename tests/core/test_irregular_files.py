@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 def listen(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as here:
-        here.bind(str(path))
+    with socket.socket(socket.AF_UNIX) as bound_socket:
+        bound_socket.bind(str(path))
 
 
 IRREGULAR: dict[str, Callable[[Path], object]] = {

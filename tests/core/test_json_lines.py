@@ -12,7 +12,9 @@ from twostroke.core.json_io import encode_json, escape_line_ends, parse_json
 LINE_ENDS = [line[-1] for line in "".join(map(chr, range(0x110000))).splitlines(True)[:-1]]
 
 
-@pytest.mark.parametrize("character", LINE_ENDS, ids=lambda one: f"U+{ord(one):04X}")
+@pytest.mark.parametrize(
+    "character", LINE_ENDS, ids=lambda end_character: f"U+{ord(end_character):04X}"
+)
 def test_characters_that_end_lines_are_escaped(character: str) -> None:
     value = {f"key{character}": [f"text {character}{character} goes on", character]}
     line = encode_json(value)

@@ -40,20 +40,22 @@ SIDES = (b"one", b"other")
 
 @pytest.fixture(params=[0.0, 0.0008])
 def ends(request):
-    one, other = (Connection(sock, FORMAT, spin_s=request.param) for sock in socket.socketpair())
-    yield one, other
-    one.close()
+    first_end, other = (
+        Connection(sock, FORMAT, spin_s=request.param) for sock in socket.socketpair()
+    )
+    yield first_end, other
+    first_end.close()
     other.close()
 
 
 def test_messages_and_bytes_of_any_size_arrive_in_order(ends):
-    one, other = ends
+    first_end, other = ends
     bodies = [b"", b"x", bytes(70_000), b"y" * 3_000_000]
 
     def send():
         for body in bodies:
-            one.send_bytes(body)
-            one.send(Text(body.decode()))
+            first_end.send_bytes(body)
+            first_end.send(Text(body.decode()))
 
     sender = threading.Thread(target=send)
     sender.start()
@@ -65,13 +67,13 @@ def test_messages_and_bytes_of_any_size_arrive_in_order(ends):
 
 
 def test_buffers_after_a_message_are_filled_and_no_byte_is_lost(ends):
-    one, other = ends
+    first_end, other = ends
     sizes = [1, 70_000, 5, 1_000_000, *[3] * 200]  # more than one system call takes
     buffers = [bytes([index % 256]) * size for index, size in enumerate(sizes)]
 
     def send():
-        one.send(Text("pages"), map(memoryview, buffers))
-        one.send(Text("end"))
+        first_end.send(Text("pages"), map(memoryview, buffers))
+        first_end.send(Text("end"))
 
     sender = threading.Thread(target=send)
     sender.start()
@@ -85,9 +87,9 @@ def test_buffers_after_a_message_are_filled_and_no_byte_is_lost(ends):
 
 
 def test_a_closed_connection_is_noticed_by_receive_and_is_cut(ends):
-    one, other = ends
-    one.send(Text("last"))
-    one.close()
+    first_end, other = ends
+    first_end.send(Text("last"))
+    first_end.close()
     assert other.is_cut()  # although a message is still unread
     assert other.receive(1) == Text("last")
     with pytest.raises(ConnectionLostError):
@@ -99,9 +101,9 @@ def test_a_closed_connection_is_noticed_by_receive_and_is_cut(ends):
 
 
 def test_messages_to_a_process_that_does_not_read_wait_for_nothing(ends):
-    one, other = ends
+    first_end, other = ends
     for _ in range(100_000):
-        one.try_send(Text("beat"))
+        first_end.try_send(Text("beat"))
     assert other.receive(1) == Text("beat")
 
 
@@ -124,8 +126,11 @@ def test_what_is_not_a_message_is_refused(ends, data):
 
 def test_bytes_are_refused_where_only_messages_are_expected():
     ours, theirs = socket.socketpair()
-    with closing(Connection(ours, NO_BYTES)) as one, closing(Connection(theirs, NO_BYTES)) as other:
-        one.send_bytes(b"x")
+    with (
+        closing(Connection(ours, NO_BYTES)) as first_end,
+        closing(Connection(theirs, NO_BYTES)) as other,
+    ):
+        first_end.send_bytes(b"x")
         with pytest.raises(InvalidMessageError, match="at most"):
             other.receive(1)
 
@@ -176,10 +181,10 @@ def test_only_a_process_that_knows_the_secret_can_connect():
                         connect(address, SharedSecret(b"another", SIDES, "A_SECRET"))
                 with pytest.raises(AuthenticationError):  # the sides are exchanged
                     connect(address, SharedSecret(b"secret", SIDES[::-1], "A_SECRET"))
-                one = Connection(connect(address, secret), FORMAT)
+                first_end = Connection(connect(address, secret), FORMAT)
                 other = listener.accept(5)
-        with closing(one), closing(other):
-            one.send(Text("it is me"))
+        with closing(first_end), closing(other):
+            first_end.send(Text("it is me"))
             assert other.receive(5) == Text("it is me")
         assert refused[:1] == [("127.0.0.1", True)]
         assert refused.count(("127.0.0.1", True)) == 1  # for all strangers of a host
@@ -196,9 +201,12 @@ def test_without_a_secret_only_processes_of_the_same_user_can_connect():
             with pytest.raises(AuthenticationError):
                 connect(("127.0.0.1", listener.port), nothing)
             sock, file = connect_locally(local, listener.port)
-            with closing(Connection(sock, FORMAT)) as one, closing(listener.accept(5)) as other:
+            with (
+                closing(Connection(sock, FORMAT)) as first_end,
+                closing(listener.accept(5)) as other,
+            ):
                 other.send(Text("welcome"))
-                assert one.receive(5) == Text("welcome")
+                assert first_end.receive(5) == Text("welcome")
             assert file is not None
             assert os.path.sameopenfile(file, shared_file.fileno())
             os.close(file)

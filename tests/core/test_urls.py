@@ -10,7 +10,7 @@ from twostroke.core.urls import server_url
 
 
 @pytest.mark.parametrize(
-    ("url", "shown"),
+    ("url", "shown_url"),
     [
         ("redis://:hunter2@host:6379/0", "redis://***@host:6379/0"),
         ("redis://user:hunter2@host", "redis://***@host"),
@@ -28,14 +28,14 @@ from twostroke.core.urls import server_url
         ("", ""),
     ],
 )
-def test_urls_are_shown_without_passwords(url: str, shown: str) -> None:
-    assert masked_url(url) == shown
+def test_urls_are_shown_without_passwords(url: str, shown_url: str) -> None:
+    assert masked_url(url) == shown_url
 
 
 def test_urls_in_messages_have_no_passwords() -> None:
     text = "From http://a:hunter2@proxy:3128 to https://b:x@y@host/c@d and back."
-    shown = "From http://***@proxy:3128 to https://***@host/c@d and back."
-    assert without_passwords(text) == shown
+    shown_text = "From http://***@proxy:3128 to https://***@host/c@d and back."
+    assert without_passwords(text) == shown_text
     assert str(TwostrokeError("cannot use {url}.", field="url", url="redis://:hunter2@h")) == (
         "url cannot use redis://***@h."
     )

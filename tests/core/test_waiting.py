@@ -105,8 +105,8 @@ def test_no_cancellation_of_a_reading_is_lost(tmp_path: Path, instant: int) -> N
         async with faked(str(write_tiny_gguf(tmp_path / "tiny.gguf"))) as (engine, _):
 
             def answer() -> None:
-                ((_, found),) = engine._inquiries.values()
-                found.set_result(engine._last_status)
+                ((_, reading),) = engine._inquiries.values()
+                reading.set_result(engine._last_status)
 
             return await cancel_at((engine.read(), answer), instant)
 
@@ -144,8 +144,8 @@ def test_a_request_that_is_cut_off_while_its_client_leaves_is_cancelled(
 
 def test_waiting_tells_whether_the_event_was_set_in_time() -> None:
     async def wait() -> list[bool]:
-        late, early = asyncio.Event(), asyncio.Event()
+        late_event, early = asyncio.Event(), asyncio.Event()
         early.set()
-        return [await wait_until_set(late, 0.01), await wait_until_set(early, 0)]
+        return [await wait_until_set(late_event, 0.01), await wait_until_set(early, 0)]
 
     assert asyncio.run(wait()) == [False, True]

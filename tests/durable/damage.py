@@ -78,17 +78,17 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 def change_letter(data: bytes) -> bytes:
     """Change a letter in the middle, so that JSON stays JSON."""
-    places = [at for at, byte in enumerate(data) if 0x62 <= byte <= 0x79]
-    at = places[len(places) // 2]
+    letter_offsets = [at for at, byte in enumerate(data) if 0x62 <= byte <= 0x79]
+    at = letter_offsets[len(letter_offsets) // 2]
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
 def change_digit(data: bytes) -> bytes:
     """Change a digit in the middle, so that counts and times are others."""
-    places = [at for at, byte in enumerate(data) if 0x30 <= byte <= 0x39]
-    if not places:
+    digit_offsets = [at for at, byte in enumerate(data) if 0x30 <= byte <= 0x39]
+    if not digit_offsets:
         return change_letter(data)
-    at = places[len(places) // 2]
+    at = digit_offsets[len(digit_offsets) // 2]
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
@@ -123,7 +123,7 @@ def main() -> int:
     failures, cases = 0, []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        asked = keep_things(folder)
+        answers_by_path = keep_things(folder)
         files = sorted(path.name for path in (folder / "records" / "files").iterdir())
         for damage_name in DAMAGES:
             cases += [("file", f"files/{file}", damage_name) for file in files]
@@ -136,12 +136,12 @@ def main() -> int:
         if options.cases:
             number = min(options.cases, len(cases))
             cases = random.Random(options.seed).sample(cases, number)
-        for kind, thing, damage_name in cases:
+        for kind, file_name, damage_name in cases:
             try:
-                check_case(folder, asked, kind, thing, damage_name)
+                check_case(folder, answers_by_path, kind, file_name, damage_name)
             except AssertionError as error:
                 failures += 1
-                print(f"FAILED: {thing}, {damage_name}: {str(error)[:300]}", flush=True)
+                print(f"FAILED: {file_name}, {damage_name}: {str(error)[:300]}", flush=True)
     print(f"{len(cases)} cases, {failures} failed")
     return int(bool(failures))
 
@@ -185,30 +185,30 @@ def keep_things(folder: Path) -> dict[str, str]:
 
 
 def check_case(
-    folder: Path, asked: dict[str, str], kind: str, thing: str, damage_name: str
+    folder: Path, answers_by_path: dict[str, str], kind: str, file_name: str, damage_name: str
 ) -> None:
     """Damage one thing in a copy of the records, and read all."""
     copy = folder / "copy"
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(folder / "records", copy)
     if kind == "file":
-        DAMAGES[damage_name](copy / thing)
+        DAMAGES[damage_name](copy / file_name)
     elif kind == "bit":
-        flip_anywhere(copy / thing, int(damage_name))
+        flip_anywhere(copy / file_name, int(damage_name))
     else:
-        table, column = thing.split(".")
+        table, column = file_name.split(".")
         with closing(sqlite3.connect(copy / "records.db")) as db, db:
             damage_row(db, table, column, damage_name)
     try:
         records = Records(copy)
     except RecordsError as error:
-        if thing != "records.db" or str(copy) not in str(error):
+        if file_name != "records.db" or str(copy) not in str(error):
             raise AssertionError(f"the server does not start: {error}") from None
         return
     with closing(records), live_server(folder, records=records) as server:
         http = httpx.Client(base_url=server.url, timeout=20, trust_env=False)
         with http:
-            check_answers(http, asked, thing)
+            check_answers(http, answers_by_path, file_name)
 
 
 def damage_row(db: sqlite3.Connection, table: str, column: str, damage_name: str) -> None:
@@ -223,15 +223,15 @@ def damage_row(db: sqlite3.Connection, table: str, column: str, damage_name: str
     db.execute(f"UPDATE {table} SET {column} = ? WHERE rowid = ?", (other, row_id))
 
 
-def check_answers(http: httpx.Client, asked: dict[str, str], thing: str) -> None:
+def check_answers(http: httpx.Client, answers_by_path: dict[str, str], file_name: str) -> None:
     """Check that each answer is that of before, or an error with its reason."""
     num_errors = 0
-    for path, before in asked.items():
+    for path, before in answers_by_path.items():
         response = http.get(path)
         if response.status_code == 200:
             if path in {"/v1/files", "/v1/batches"}:  # of which a damaged one is left out
-                shown = [item for item in response.json()["data"] if item["id"] in before]
-                assert all(json.loads(before)["data"].count(item) for item in shown), path
+                remaining_items = [item for item in response.json()["data"] if item["id"] in before]
+                assert all(json.loads(before)["data"].count(item) for item in remaining_items), path
             else:
                 assert response.text == before, f"{path} has another answer: {response.text}"
         else:
@@ -239,8 +239,8 @@ def check_answers(http: httpx.Client, asked: dict[str, str], thing: str) -> None
             assert response.status_code in {404, 500, 503}, f"{path}: {response.status_code}"
             assert response.json()["error"]["message"], path
     # A response may be continued by another, and a conversation's items have a page of their own.
-    most = len(asked) if thing == "records.db" else 2
-    assert num_errors <= most, f"{num_errors} things are gone"
+    max_errors = len(answers_by_path) if file_name == "records.db" else 2
+    assert num_errors <= max_errors, f"{num_errors} things are gone"
 
 
 if __name__ == "__main__":

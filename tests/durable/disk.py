@@ -18,7 +18,7 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+FOLDER = Path(__file__).resolve().parent
 CRASHED = 99
 FAULTS = {  # errno, 0 for a loss of power; seed of what is lost of the unsynced, 0 for all
     "EIO": (errno.EIO, 0),
@@ -41,16 +41,16 @@ def main() -> int:
 
     faults = ctypes.CDLL(os.environ["TWOSTROKE_DISK"])
     total = _count(faults)
-    held, failed, num_again = Counter[str](), 0, 0
+    passed_cases, failed, num_again = Counter[str](), 0, 0
     for name, (number, seed) in FAULTS.items():
         for at in range(args.first, total + 1, args.every):
             try:
                 num_again += _case(faults, at, number, seed * at)
-                held[name] += 1
+                passed_cases[name] += 1
             except AssertionError as error:
                 failed += 1
                 print(f"FAILED: {name} at operation {at}: {error}", flush=True)
-    for name, num_held in held.items():
+    for name, num_held in passed_cases.items():
         print(f"{name:26} {num_held:4} cases held")
     print(f"{total} operations in a run; {num_again} lines ran again; {failed} cases failed")
     return int(bool(failed))
@@ -61,8 +61,8 @@ def _with_faults(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "faults.so"
         compile_ = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-o", str(library)]
-        subprocess.run([*compile_, str(HERE / "faults.cpp"), "-ldl"], check=True)
-        paths = f"{HERE}:{HERE.parents[1] / 'src'}"
+        subprocess.run([*compile_, str(FOLDER / "faults.cpp"), "-ldl"], check=True)
+        paths = f"{FOLDER}:{FOLDER.parents[1] / 'src'}"
         environment = {"LD_PRELOAD": str(library), "TWOSTROKE_DISK": str(library)}
         return subprocess.run(
             [sys.executable, *arguments],
@@ -74,32 +74,34 @@ def _with_faults(arguments: list[str]) -> int:
 def _count(faults: ctypes.CDLL) -> int:
     """Return how many operations a run without faults has."""
     with tempfile.TemporaryDirectory() as folder:
-        code, said = _child(faults, Path(folder) / "records", {}, (-1, 0, 0))
-        assert code == 0, said
-        return int(next(value for word, value in said if word == "operations"))
+        code, child_lines = _child(faults, Path(folder) / "records", {}, (-1, 0, 0))
+        assert code == 0, child_lines
+        return int(next(value for word, value in child_lines if word == "operations"))
 
 
 def _case(faults: ctypes.CDLL, at: int, number: int, seed: int) -> int:
     """Run one case; return how many lines ran more than once."""
-    ran, kept, assured = Counter[str](), set[str](), dict[str, str]()
+    ran, stored_results, assured = Counter[str](), set[str](), dict[str, str]()
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "records"
         plan = (at, number, seed)
         for _ in range(3):
-            code, said = _child(faults, folder, assured, plan)
-            for word, value in said:
+            code, child_lines = _child(faults, folder, assured, plan)
+            for word, value in child_lines:
                 if word == "ran":
-                    assert value not in kept, f"line {value} ran again after its result was kept"
+                    assert value not in stored_results, (
+                        f"line {value} ran again after its result was kept"
+                    )
                     ran[value] += 1
                 elif word == "kept":
-                    kept.add(value)
+                    stored_results.add(value)
                 else:
                     assured[word] = value
             if code == 0:
                 break
             assert code in {CRASHED, 1}, assured.get("error", f"it ended with {code}")
             plan = (-1, 0, 0)  # one fault a case
-        assert code == 0, f"the batch does not go on: {said[-1:]}"
+        assert code == 0, f"the batch does not go on: {child_lines[-1:]}"
         text = (folder / "files" / assured["output"]).read_text()
         counts = Counter(json.loads(line)["custom_id"] for line in text.splitlines())
         assert counts == Counter(ran.keys()), f"lines lost or doubled: {counts}"
@@ -135,9 +137,11 @@ def _child(
             os._exit(code)
     os.close(writing)
     with os.fdopen(reading) as pipe:
-        said = [(word, value) for word, _, value in (line.rstrip().partition(" ") for line in pipe)]
+        child_lines = [
+            (word, value) for word, _, value in (line.rstrip().partition(" ") for line in pipe)
+        ]
     _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status), said
+    return os.waitstatus_to_exitcode(status), child_lines
 
 
 if __name__ == "__main__":

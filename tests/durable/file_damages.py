@@ -25,18 +25,18 @@ def _flip(path: Path, _other: Path, rng: random.Random) -> None:
 def _change_digit(path: Path, _other: Path, rng: random.Random) -> None:
     """Change a digit, if there is one, so that a text file still parses."""
     data = bytearray(path.read_bytes())
-    places = [at for at, byte in enumerate(data) if 0x30 <= byte <= 0x38]
-    if places:
-        data[rng.choice(places)] ^= 1
+    digit_offsets = [at for at, byte in enumerate(data) if 0x30 <= byte <= 0x38]
+    if digit_offsets:
+        data[rng.choice(digit_offsets)] ^= 1
     path.write_bytes(data)
 
 
 def _change_letter(path: Path, _other: Path, rng: random.Random) -> None:
     """Change a letter, if there is one."""
     data = bytearray(path.read_bytes())
-    places = [at for at, byte in enumerate(data) if 0x61 <= byte <= 0x7A]
-    if places:
-        at = rng.choice(places)
+    letter_offsets = [at for at, byte in enumerate(data) if 0x61 <= byte <= 0x7A]
+    if letter_offsets:
+        at = rng.choice(letter_offsets)
         data[at] = 0x61 + (data[at] - 0x61 + 1) % 26
     path.write_bytes(data)
 

@@ -84,18 +84,18 @@ class FileKind(Frozen):
     read: Callable[[Path], Any]
     is_checked: bool = True
     may_be_swapped: bool = False
-    may_lack: Callable[[Any, Any], bool] = lambda found, _before: found is None
+    may_lack: Callable[[Any, Any], bool] = lambda value, _before: value is None
     names: tuple[str, ...] = ()
 
 
 def cached(path: str) -> Callable[[Path], Path]:
     """Return a function that makes the parent of a path in a folder, and returns the path."""
 
-    def place(folder: Path) -> Path:
+    def cached_folder(folder: Path) -> Path:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         return folder / path
 
-    return place
+    return cached_folder
 
 
 def make_calibration(folder: Path, number: int) -> list[Path]:
@@ -290,9 +290,9 @@ def read_pages(folder: Path) -> Any:
     return results
 
 
-def lacks_pages(found: Any, _before: Any) -> bool:
+def lacks_pages(values: Any, _before: Any) -> bool:
     """Return whether at most one page is missing, and the others are right."""
-    return len(found) >= 1 and all(found.values())
+    return len(values) >= 1 and all(values.values())
 
 
 _LIMITS = RequestLimits()
@@ -335,9 +335,9 @@ def read_partial(folder: Path) -> Any:
     return path.read_text().splitlines() if path.exists() else None
 
 
-def lacks_lines(found: Any, before: Any) -> bool:
+def lacks_lines(lines: Any, before: Any) -> bool:
     """Return whether results are missing, and the others are as they were."""
-    return found is None or set(found) <= set(before)
+    return lines is None or set(lines) <= set(before)
 
 
 def make_ray(folder: Path, number: int) -> list[Path]:
@@ -473,21 +473,21 @@ class HangError(BaseException):
 
 
 def check_case(
-    kept: FileKind, folders: tuple[Path, Path], number: int, damage: str, seed: int
+    file_kind: FileKind, folders: tuple[Path, Path], number: int, damage: str, seed: int
 ) -> None:
     """Damage a copy of a file, and read all; raise AssertionError if a rule is broken."""
     folder, other = folders
     renew(*folders)
-    kept.make(folder, 0)
-    before = kept.read(folder)  # which may change what is there
+    file_kind.make(folder, 0)
+    before = file_kind.read(folder)  # which may change what is there
     assert before is not None
     renew(folder)
-    path, other_path = kept.make(folder, 0)[number], kept.make(other, 1)[number]
+    path, other_path = file_kind.make(folder, 0)[number], file_kind.make(other, 1)[number]
     DAMAGES[damage][0](path, other_path, random.Random(seed))
     try:
-        result = kept.read(folder)
+        result = file_kind.read(folder)
     except TwostrokeError as error:
-        names = (path.name, path.parent.name, *kept.names)
+        names = (path.name, path.parent.name, *file_kind.names)
         if not any(name in str(error) for name in names):
             raise AssertionError(f"no file is named: {error}") from error
         return
@@ -497,11 +497,11 @@ def check_case(
         return
     except (Exception, HangError) as error:
         raise AssertionError(f"{type(error).__name__}: {error}") from error
-    if not kept.is_checked and damage in {"a folder", "a pipe", "unreadable"}:
+    if not file_kind.is_checked and damage in {"a folder", "a pipe", "unreadable"}:
         assert result == before, "what is no file is read as if it were missing"
-    if kept.is_checked and not (damage == "swapped" and kept.may_be_swapped):
+    if file_kind.is_checked and not (damage == "swapped" and file_kind.may_be_swapped):
         is_same = result == before
-        assert is_same or kept.may_lack(result, before), f"other values: {str(result)[:200]}"
+        assert is_same or file_kind.may_lack(result, before), f"other values: {str(result)[:200]}"
 
 
 def main() -> int:
@@ -516,12 +516,12 @@ def main() -> int:
     counts, failures = Counter[str](), Counter[str]()
     with tempfile.TemporaryDirectory() as name:
         folders = Path(name) / "kept", Path(name) / "other"
-        for kind_name, kept in KINDS.items():
+        for kind_name, file_kind in KINDS.items():
             if options.only not in kind_name:
                 continue
             rng = random.Random(f"{options.seed} {kind_name}")
             renew(*folders)
-            num_files = len(kept.make(folders[0], 0))
+            num_files = len(file_kind.make(folders[0], 0))
             cases = [
                 (number, damage, rng.randrange(1 << 32))
                 for damage, (_, times) in DAMAGES.items()
@@ -534,7 +534,7 @@ def main() -> int:
                 counts[kind_name] += 1
                 signal.alarm(_HANG_S)
                 try:
-                    check_case(kept, folders, *case)
+                    check_case(file_kind, folders, *case)
                 except AssertionError as error:
                     failures[kind_name] += 1
                     print(f"FAILED: {kind_name}, {case}: {str(error)[:300]}", flush=True)

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 
 
 def run(script: str, *arguments: str) -> str:
-    command = [sys.executable, str(HERE / script), *arguments]
-    paths = {"PYTHONPATH": f"{HERE.parent}:{HERE.parents[1] / 'src'}"}
+    command = [sys.executable, str(FOLDER / script), *arguments]
+    paths = {"PYTHONPATH": f"{FOLDER.parent}:{FOLDER.parents[1] / 'src'}"}
     ran = subprocess.run(
         command,
         env={**os.environ, **paths},

@@ -60,7 +60,7 @@ def run(folder: Path, assured: dict[str, str], pipe: int) -> None:
         running.report = report
         await running.start(app)
         if "batch" not in assured:
-            batch = await again(partial(begin, records, running))
+            batch = await retry(partial(begin, records, running))
             report("batch", batch.id)
             assured["batch"] = batch.id
         end_s = time.monotonic() + _PATIENCE_S
@@ -82,7 +82,7 @@ def run(folder: Path, assured: dict[str, str], pipe: int) -> None:
         asyncio.run(go(records))
 
 
-async def again(work: Any) -> Any:
+async def retry(work: Any) -> Any:
     """Return what `work` returns, and try again after an error, as a client does."""
     for _ in range(5):
         try:
@@ -102,7 +102,7 @@ async def begin(records: Records, running: runner.BatchRunner) -> stored_batches
         uploaded = files.new_file(files.new_id(), file.num_bytes, "in.jsonl")
         await asyncio.to_thread(file.keep, uploaded.id)
     await records.write(partial(files.insert, file=uploaded, tenant=TENANT))
-    asked = openai.BatchRequest(uploaded.id, "/v1/completions", "24h")
-    batch = openai._new(asked, SimpleNamespace(tenant=TENANT, key=None))
+    batch_request = openai.BatchRequest(uploaded.id, "/v1/completions", "24h")
+    batch = openai._new(batch_request, SimpleNamespace(tenant=TENANT, key=None))
     await running.add(batch)
     return batch

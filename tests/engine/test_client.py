@@ -51,8 +51,8 @@ def test_a_prompt_that_can_never_fit_is_refused_at_once(client: Client) -> None:
         client.generate([5] * 512, GREEDY)
     with pytest.raises(ContextLengthError, match="512 tokens"):
         client.generate([5] * 501, GREEDY)
-    [whole] = client.generate([5] * 500, GREEDY).wait()
-    assert whole.finish_reason is FinishReason.LENGTH
+    [longest_answer] = client.generate([5] * 500, GREEDY).wait()
+    assert longest_answer.finish_reason is FinishReason.LENGTH
 
 
 def test_choice_i_has_the_seed_plus_i(client: Client) -> None:
@@ -72,11 +72,11 @@ def test_seeds_wrap_around_after_the_largest(client: Client) -> None:
 
 def test_pieces_joined_are_the_whole(client: Client) -> None:
     outputs = list(client.generate([5, 6, 7], GREEDY))
-    [whole] = client.generate([5, 6, 7], GREEDY).wait()
-    assert "".join(output.text for output in outputs) == whole.text
-    assert tuple(t for output in outputs for t in output.token_ids) == whole.token_ids
+    [completion] = client.generate([5, 6, 7], GREEDY).wait()
+    assert "".join(output.text for output in outputs) == completion.text
+    assert tuple(t for output in outputs for t in output.token_ids) == completion.token_ids
     assert [output.finish_reason for output in outputs[:-1]] == [None] * (len(outputs) - 1)
-    assert whole.text == client.card.tokenizer.decode(whole.token_ids)
+    assert completion.text == client.card.tokenizer.decode(completion.token_ids)
 
 
 def test_a_stop_string_ends_the_text_before_it(client: Client) -> None:
@@ -88,10 +88,14 @@ def test_a_stop_string_ends_the_text_before_it(client: Client) -> None:
     params = SamplingParams(
         temperature=0, max_tokens=9, logit_bias=bias, stop=("oh",), ignore_eos=True
     )
-    [found] = client.generate([5], params).wait()
-    assert (found.text, found.finish_reason, found.stop) == ("hell", FinishReason.STOP, "oh")
-    assert found.token_ids == (hello, hello)
-    assert found.usage.completion_tokens == 2
+    [completion] = client.generate([5], params).wait()
+    assert (completion.text, completion.finish_reason, completion.stop) == (
+        "hell",
+        FinishReason.STOP,
+        "oh",
+    )
+    assert completion.token_ids == (hello, hello)
+    assert completion.usage.completion_tokens == 2
 
 
 def test_a_stop_string_can_be_included(client: Client) -> None:
@@ -100,16 +104,16 @@ def test_a_stop_string_can_be_included(client: Client) -> None:
     params = SamplingParams(
         temperature=0, max_tokens=9, logit_bias={hello: 100.0}, stop=("oh",), include_stop=True
     )
-    [found] = client.generate([5], params).wait()
-    assert found.text == "helloh"
+    [completion] = client.generate([5], params).wait()
+    assert completion.text == "helloh"
 
 
 def test_a_stop_token_ends_without_its_text(client: Client) -> None:
     hello = client.card.tokenizer.find("hello")
     assert hello is not None
     params = SamplingParams(temperature=0, logit_bias={hello: 100.0}, stop_token_ids=(hello,))
-    [found] = client.generate([5], params).wait()
-    assert (found.text, found.stop, found.token_ids) == ("", hello, (hello,))
+    [completion] = client.generate([5], params).wait()
+    assert (completion.text, completion.stop, completion.token_ids) == ("", hello, (hello,))
 
 
 def test_an_unfinished_stop_string_is_part_of_the_text(client: Client) -> None:
@@ -118,35 +122,35 @@ def test_an_unfinished_stop_string_is_part_of_the_text(client: Client) -> None:
     params = SamplingParams(
         temperature=0, max_tokens=2, logit_bias={hello: 100.0}, stop=("hellohellohello",)
     )
-    [found] = client.generate([5], params).wait()
-    assert (found.text, found.finish_reason) == ("hellohello", FinishReason.LENGTH)
+    [completion] = client.generate([5], params).wait()
+    assert (completion.text, completion.finish_reason) == ("hellohello", FinishReason.LENGTH)
 
 
 def test_each_token_has_logprobs(client: Client) -> None:
     params = SamplingParams(temperature=0, max_tokens=3, logprobs=2, ignore_eos=True)
-    [found] = client.generate([5], params).wait()
-    assert [len(entry.top_ids) for entry in found.logprobs] == [2, 2, 2]
-    assert [entry.top_ids[0] for entry in found.logprobs] == list(found.token_ids)
+    [completion] = client.generate([5], params).wait()
+    assert [len(entry.top_ids) for entry in completion.logprobs] == [2, 2, 2]
+    assert [entry.top_ids[0] for entry in completion.logprobs] == list(completion.token_ids)
 
 
 def test_timings_are_in_order(client: Client) -> None:
-    [found] = client.generate([5] * 40, GREEDY).wait()
-    timings, usage = found.timings, found.usage
+    [completion] = client.generate([5] * 40, GREEDY).wait()
+    timings, usage = completion.timings, completion.usage
     assert timings.arrival_s <= timings.started_s <= timings.first_token_s <= timings.last_token_s
     assert timings.ttft_s == timings.first_token_s - timings.arrival_s
     assert (usage.prompt_tokens, usage.completion_tokens) == (40, 12)
-    [again] = client.generate([5] * 40, GREEDY).wait()
-    assert again.usage.cached_tokens == 32
-    assert again.token_ids == found.token_ids
+    [repeated] = client.generate([5] * 40, GREEDY).wait()
+    assert repeated.usage.cached_tokens == 32
+    assert repeated.token_ids == completion.token_ids
 
 
 def test_tenants_do_not_share_prefixes(client: Client) -> None:
     prompt = list(range(20, 60))
     for tenant in ("a", "b"):
-        [found] = client.generate(prompt, GREEDY, Caller(tenant=tenant)).wait()
-        assert found.usage.cached_tokens == 0
-    [again] = client.generate(prompt, GREEDY, Caller(tenant="a")).wait()
-    assert again.usage.cached_tokens == 32
+        [completion] = client.generate(prompt, GREEDY, Caller(tenant=tenant)).wait()
+        assert completion.usage.cached_tokens == 0
+    [repeated] = client.generate(prompt, GREEDY, Caller(tenant="a")).wait()
+    assert repeated.usage.cached_tokens == 32
 
 
 def test_leaving_early_cancels_the_other_choices(tmp_path: Path) -> None:
@@ -194,8 +198,8 @@ def test_a_waiting_request_can_be_cancelled(tmp_path: Path) -> None:
         waiting = client.generate([6], GREEDY)
         wait_for(lambda: client.loop.snapshot().scheduler.num_running == 1)
         waiting.cancel()
-        [found] = waiting.wait()
-        assert (found.finish_reason, found.token_ids) == (FinishReason.CANCEL, ())
+        [completion] = waiting.wait()
+        assert (completion.finish_reason, completion.token_ids) == (FinishReason.CANCEL, ())
         backend.gate.set()
         assert running.wait()[0].finish_reason is FinishReason.LENGTH
 

@@ -41,7 +41,7 @@ OPENING = "hello the world is in the and of a in the world "
 PROMPTS = [OPENING + "is in the world", OPENING + "and the and", "a", OPENING + "ing er is of"]
 JSON = Constraint("json_schema", json.dumps(SCHEMA))
 REGEX = Constraint("regex", PATTERN)
-ASKED = [
+PARAMS = [
     SamplingParams(temperature=0, max_tokens=150, constraint=JSON),
     SamplingParams(temperature=1.5, max_tokens=150, seed=1, n=6, constraint=JSON, logprobs=2),
     SamplingParams(temperature=1.5, max_tokens=60, seed=2, constraint=REGEX, min_tokens=50),
@@ -69,12 +69,12 @@ def engine_of(
 
 
 def answers(llm: LLM, **hints: Any) -> list[Completion]:
-    prompts = [prompt for prompt in PROMPTS for _ in ASKED]
-    result = llm.generate(prompts, ASKED * len(PROMPTS), **hints)
+    prompts = [prompt for prompt in PROMPTS for _ in PARAMS]
+    result = llm.generate(prompts, PARAMS * len(PROMPTS), **hints)
     return [completion for each in result for completion in each]
 
 
-def said(found: list[Completion]) -> list[Any]:
+def token_texts(completions: list[Completion]) -> list[Any]:
     return [
         (
             completion.text,
@@ -83,25 +83,25 @@ def said(found: list[Completion]) -> list[Any]:
             completion.finish_reason,
             completion.stop,
         )
-        for completion in found
+        for completion in completions
     ]
 
 
 @pytest.fixture(scope="module")
 def plain(path: Path) -> list[Any]:
     with engine_of(path, method="off") as llm:
-        return said(answers(llm))
+        return token_texts(answers(llm))
 
 
 def test_answers_match_their_constraint(path: Path) -> None:
     with engine_of(path) as llm:
         result = answers(llm)
-    params = [params for params in ASKED for _ in range(params.n)] * len(PROMPTS)
-    for asked, answer in zip(params, result, strict=True):
-        if asked.constraint is JSON and answer.finish_reason is FinishReason.STOP:
+    params = [params for params in PARAMS for _ in range(params.n)] * len(PROMPTS)
+    for answer_params, answer in zip(params, result, strict=True):
+        if answer_params.constraint is JSON and answer.finish_reason is FinishReason.STOP:
             check(json.loads(answer.text))
-        elif asked.constraint is REGEX:
-            is_whole = answer.finish_reason is FinishReason.STOP and not asked.stop
+        elif answer_params.constraint is REGEX:
+            is_whole = answer.finish_reason is FinishReason.STOP and not answer_params.stop
             assert regex.fullmatch(PATTERN, answer.text, partial=not is_whole), answer.text
     reasons = [answer.finish_reason for answer in result]
     assert reasons.count(FinishReason.STOP) > len(reasons) / 2
@@ -130,10 +130,13 @@ def check(value: Any) -> None:
 def test_drafts_do_not_change_answers(
     path: Path, plain: list[Any], speculation: dict[str, Any]
 ) -> None:
-    given = speculation | ({"draft": str(path)} if "draft" in speculation else {})
-    with engine_of(path, **given) as llm:
-        assert said(answers(llm)) == plain
-        assert said(answers(llm, prediction='{"name": "hello", "age": 1, "kind": null')) == plain
+    options = speculation | ({"draft": str(path)} if "draft" in speculation else {})
+    with engine_of(path, **options) as llm:
+        assert token_texts(answers(llm)) == plain
+        assert (
+            token_texts(answers(llm, prediction='{"name": "hello", "age": 1, "kind": null'))
+            == plain
+        )
         stats = llm.engine.client.loop.snapshot().speculation
         if "count" in speculation:
             assert sum(stats.accepted.values()) > 20
@@ -141,7 +144,7 @@ def test_drafts_do_not_change_answers(
 
 def test_forced_tokens_are_drafted(path: Path) -> None:
     with engine_of(path, method="auto", count=8) as llm:
-        llm.generate(PROMPTS, ASKED[0])
+        llm.generate(PROMPTS, PARAMS[0])
         stats = llm.engine.client.loop.snapshot().speculation
         assert stats.accepted["grammar"] > 100
 
@@ -153,8 +156,8 @@ def test_preemption_and_prefix_hits_do_not_change_answers(
     """There are pages for one request, and not for its six answers."""
     cache = CacheOptions(memory_bytes=65_000, context_length=224)
     with engine_of(path, cache=cache, count=count) as llm:
-        assert said(answers(llm)) == plain
-        assert said(answers(llm)) == plain
+        assert token_texts(answers(llm)) == plain
+        assert token_texts(answers(llm)) == plain
         stats = llm.engine.client.loop.snapshot().scheduler
         assert stats.num_preemptions > 0
         assert stats.num_hit_tokens > 0
@@ -162,12 +165,16 @@ def test_preemption_and_prefix_hits_do_not_change_answers(
 
 
 def test_the_reference_backend_follows_constraints(path: Path) -> None:
-    params = replace(ASKED[0], max_tokens=60)
+    params = replace(PARAMS[0], max_tokens=60)
     with engine_of(path, "reference", method="off") as llm:
-        plain = said([completion for each in llm.generate(PROMPTS, params) for completion in each])
+        plain = token_texts(
+            [completion for each in llm.generate(PROMPTS, params) for completion in each]
+        )
     with engine_of(path, "reference", method="auto", count=4) as llm:
-        again = said([completion for each in llm.generate(PROMPTS, params) for completion in each])
-    assert again == plain
+        reference_answers = token_texts(
+            [completion for each in llm.generate(PROMPTS, params) for completion in each]
+        )
+    assert reference_answers == plain
     assert all(text.startswith('{"name": "') for text, *_ in plain)
 
 
@@ -178,7 +185,7 @@ def test_a_grammar_that_becomes_too_complex_fails_alone(path: Path) -> None:
     with engine_of(path) as llm:
         client = llm.engine.client
         doomed = client.generate([5], SamplingParams(max_tokens=400, constraint=grammar))
-        other = client.generate([5], replace(ASKED[1], n=1))
+        other = client.generate([5], replace(PARAMS[1], n=1))
         with pytest.raises(RequestError, match="possible at one position"):
             doomed.wait()
         check(json.loads(other.wait()[0].text))
@@ -195,7 +202,7 @@ def test_an_unusable_constraint_is_refused_before_anything_is_queued(path: Path)
         with pytest.raises(RequestError, match="regular expression"):
             llm.generate("a", SamplingParams(constraint=Constraint("regex", "(")))
         assert llm.engine.client.loop.snapshot().scheduler.num_waiting == 0
-        assert llm.generate("a", ASKED[2])[0][0].text
+        assert llm.generate("a", PARAMS[2])[0][0].text
 
 
 def test_async_callers_compile_in_another_thread(

@@ -147,7 +147,7 @@ def test_the_last_seconds_are_those_before_this_one() -> None:
     count(11.2, 10)
     count(11.9, 100)
     count(14.0, 1000)
-    for at_s, most, first, last, length in (
+    for at_s, max_seconds, first, last, length in (
         (11.9, 10, 0, 1, 1),
         (14.5, 10, 0, 111, 4),
         (14.5, 2, 111, 111, 2),
@@ -157,8 +157,8 @@ def test_the_last_seconds_are_those_before_this_one() -> None:
         (90.0, 60, 1111, 1111, 60),
     ):
         now[0] = at_s
-        span = seconds.span(most)
-        assert (span.first, span.last, span.seconds) == (first, last, length), (at_s, most)
+        span = seconds.span(max_seconds)
+        assert (span.first, span.last, span.seconds) == (first, last, length), (at_s, max_seconds)
 
 
 def test_only_the_last_seconds_are_remembered() -> None:

@@ -286,10 +286,10 @@ def test_texts_and_ids_become_vectors_of_length_one(llm: LLM) -> None:
 
 
 def test_fewer_dimensions_keep_the_first_values(llm: LLM) -> None:
-    whole = llm.embed("hello world")[0].vector
+    whole_vector = llm.embed("hello world")[0].vector
     for count in (1, 10, 64):
         result = llm.embed("hello world", dimensions=count)[0].vector
-        part = whole[:count].astype(np.float64)
+        part = whole_vector[:count].astype(np.float64)
         np.testing.assert_allclose(result, part / np.linalg.norm(part), atol=1e-5)
 
 
@@ -336,10 +336,10 @@ def test_async_embeddings_equal_blocking_ones(tmp_path: Path) -> None:
 
     with LLM(path, options) as llm:
         right = llm.embed(["hello", "the world"])
-    found, alone = asyncio.run(run_requests())
-    assert [embedding.index for embedding in found] == [0, 1]
-    for one, known in zip([*found, *alone], [*right, right[0]], strict=True):
-        np.testing.assert_allclose(one.vector, known.vector, atol=1e-6)
+    embeddings, alone = asyncio.run(run_requests())
+    assert [embedding.index for embedding in embeddings] == [0, 1]
+    for our_embedding, expected in zip([*embeddings, *alone], [*right, right[0]], strict=True):
+        np.testing.assert_allclose(our_embedding.vector, expected.vector, atol=1e-6)
 
 
 def test_cancelling_stops_async_embeddings(gated: tuple[Client, GatedBackend]) -> None:

@@ -138,9 +138,9 @@ def test_params_of_another_kind_are_refused(llm: LLM, wrong: Any) -> None:
 
 def test_the_same_seed_gives_the_same_answer(llm: LLM) -> None:
     params = SamplingParams(seed=7, max_tokens=16, ignore_eos=True)
-    first, again = (llm.generate("hello", params)[0][0].token_ids for _ in range(2))
+    first, second_answer = (llm.generate("hello", params)[0][0].token_ids for _ in range(2))
     other = llm.generate("hello", SamplingParams(seed=8, max_tokens=16, ignore_eos=True))
-    assert first == again != other[0][0].token_ids
+    assert first == second_answer != other[0][0].token_ids
 
 
 def test_streamed_pieces_equal_the_whole_text(llm: LLM) -> None:
@@ -362,11 +362,11 @@ def test_an_answer_can_fill_the_gap_before_a_suffix(tmp_path: Path) -> None:
             for text in ("hello", "the")
         ]
         suffix = tokenizer.decode([7, 8])
-        known = [answers[0].token_ids for answers in llm.generate(prompts, GREEDY)]
+        expected_answers = [answers[0].token_ids for answers in llm.generate(prompts, GREEDY)]
         result = llm.generate(["hello", tokenizer.encode("the")], GREEDY, suffix=suffix)
-        assert [answers[0].token_ids for answers in result] == known
+        assert [answers[0].token_ids for answers in result] == expected_answers
         outputs = llm.stream("hello", GREEDY, suffix=suffix)
-        assert [token for output in outputs for token in output.token_ids] == [*known[0]]
+        assert [token for output in outputs for token in output.token_ids] == [*expected_answers[0]]
         end = max(marks.end_ids)
         ending = SamplingParams(max_tokens=8, logit_bias={end: 100})
         assert llm.generate("hello", ending, suffix=suffix)[0][0].stop == end

@@ -199,12 +199,12 @@ def test_an_asynchronous_model_is_made_as_a_blocking_one(path: Path) -> None:
     async def use() -> list[str]:
         options: Any = {"backend": "reference", "memory_bytes": 4_000_000}
         async with (
-            AsyncLLM(path, **options) as made,
+            AsyncLLM(path, **options) as async_model,
             await AsyncLLM.load(path, **options) as loaded,
         ):
             return [
                 "".join([chunk.text async for chunk in async_llm.chat(HELLO, GREEDY)])
-                for async_llm in (made, loaded)
+                for async_llm in (async_model, loaded)
             ]
 
     first, second = asyncio.run(use())

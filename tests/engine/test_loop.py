@@ -113,11 +113,11 @@ def test_missing_tokens_after_wrong_drafts_do_not_matter(
         def draw_nothing_behind_drafts(plan: StepPlan) -> StepResult:
             result = run(plan)
             tokens = iter(result.tokens)
-            drawn = []
+            drawn_tokens = []
             for part in plan.slices:
                 mine = [next(tokens) for _ in range(part.num_drawn)]
-                drawn += [*mine[:1], *([NO_TOKEN] * len(mine[1:]))]
-            return StepResult(drawn, result.logprobs)
+                drawn_tokens += [*mine[:1], *([NO_TOKEN] * len(mine[1:]))]
+            return StepResult(drawn_tokens, result.logprobs)
 
         monkeypatch.setattr(backend, "run", draw_nothing_behind_drafts)
         wrong = Hints("ngram", (expected[0], (expected[1] + 1) % 280, 7, 8, 9))
@@ -251,9 +251,9 @@ def test_a_flush_starts_a_static_batch_that_is_not_full(tmp_path: Path) -> None:
 def test_a_dynamic_batch_starts_when_its_time_is_over(tmp_path: Path) -> None:
     with engine(tmp_path, policy="dynamic", batch_size=3, max_wait_s=0.2) as built:
         start_s = time.monotonic()
-        [found] = built.client.generate([5], GREEDY).wait()
+        [completion] = built.client.generate([5], GREEDY).wait()
         assert time.monotonic() - start_s > 0.19
-        assert found.timings.started_s - found.timings.arrival_s > 0.19
+        assert completion.timings.started_s - completion.timings.arrival_s > 0.19
 
 
 def test_every_policy_gives_the_same_tokens(tmp_path: Path) -> None:

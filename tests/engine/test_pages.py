@@ -72,21 +72,21 @@ def test_pages_of_one_backend_serve_another(tmp_path: Path, family: str, kind: s
 
     first, second = make(1), make(2)
     for seed in range(3):
-        asked, again = request(seed), request(seed)
-        first.scheduler.add(asked)
+        first_request, second_request = request(seed), request(seed)
+        first.scheduler.add(first_request)
         first.run()
-        state = second.scheduler.add(again)
+        state = second.scheduler.add(second_request)
         transfer = second.transfers.begin(state)
         assert transfer is not None
         index = first.scheduler.prefix_cache._index
         assert index is not None
-        wanted = second.transfers.select_missing(transfer, index.contains)
-        lease = first.transfers.lease(wanted)
-        assert set(lease.pages) == set(wanted)
+        wanted_keys = second.transfers.select_missing(transfer, index.contains)
+        lease = first.transfers.lease(wanted_keys)
+        assert set(lease.pages) == set(wanted_keys)
         sources, targets = first.backend.pages, second.backend.pages
         assert sources is not None
         assert targets is not None
-        for key in wanted:
+        for key in wanted_keys:
             (page,) = second.transfers.allocate(transfer, [key])
             with targets.filling(page) as view:
                 view[:] = sources.read(lease.pages[key])
@@ -94,8 +94,8 @@ def test_pages_of_one_backend_serve_another(tmp_path: Path, family: str, kind: s
         second.transfers.end(transfer)
         first.transfers.release(lease)
         second.run()
-        assert again.num_cached == (PROMPT - 1) // SIZE * SIZE
-        assert again.output == asked.output
+        assert second_request.num_cached == (PROMPT - 1) // SIZE * SIZE
+        assert second_request.output == first_request.output
         assert first.pool.num_referenced == second.pool.num_referenced == 0
     second.backend.close()
     first.backend.close()

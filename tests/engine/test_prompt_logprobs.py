@@ -59,10 +59,10 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     with tiny_client(tmp_path_factory.mktemp("scored"), max_scored_rows=6, token_budget=256) as (
-        it,
+        built_client,
         _,
     ):
-        yield it
+        yield built_client
 
 
 def test_prompt_logprobs_follow_from_the_logits(backend: Backend) -> None:
@@ -77,11 +77,13 @@ def test_prompt_logprobs_follow_from_the_logits(backend: Backend) -> None:
     )
     assert num_preemptions > 0
     for request in requests:
-        tokens, found = answers[request.id]
-        known = log_softmax(backend.score([*request.prompt, *tokens]))
-        assert len(found) == len(request.prompt) - 1 + len(tokens)
-        behind = [*request.prompt[1:], *tokens]
-        for row, token, logprobs in zip(known, behind, found, strict=False):
+        tokens, prompt_logprobs = answers[request.id]
+        expected_logprobs = log_softmax(backend.score([*request.prompt, *tokens]))
+        assert len(prompt_logprobs) == len(request.prompt) - 1 + len(tokens)
+        next_tokens = [*request.prompt[1:], *tokens]
+        for row, token, logprobs in zip(
+            expected_logprobs, next_tokens, prompt_logprobs, strict=False
+        ):
             assert logprobs is not None
             assert logprobs.logprob == pytest.approx(row[token], abs=2e-3)
             best = np.sort(row)[::-1][: len(logprobs.top_logprobs)]
@@ -102,8 +104,10 @@ def test_answers_have_their_prompts_logprobs(client: Client) -> None:
     assert all(len(prompt_logprob.top_ids) == 2 for prompt_logprob in first.prompt_logprobs)
     longer = SamplingParams(max_tokens=0, prompt_logprobs=0)
     (scored,) = client.generate([*PROMPT, *plain.token_ids], longer).wait()
-    found = [prompt_logprob.logprob for prompt_logprob in scored.prompt_logprobs[len(PROMPT) - 1 :]]
-    assert found == pytest.approx([logprob.logprob for logprob in plain.logprobs], abs=1e-5)
+    values = [
+        prompt_logprob.logprob for prompt_logprob in scored.prompt_logprobs[len(PROMPT) - 1 :]
+    ]
+    assert values == pytest.approx([logprob.logprob for logprob in plain.logprobs], abs=1e-5)
 
 
 def test_logprobs_of_a_long_prompt_come_step_by_step(client: Client) -> None:

@@ -43,8 +43,8 @@ def test_sentences_of_similar_meaning_have_similar_vectors(smollm2_path: Path) -
         vectors = np.array(
             [embedding.vector for embedding in llm.embed([t for pair in pairs for t in pair])]
         )
-    alike = vectors @ vectors.T - 2 * np.eye(len(vectors))
-    assert alike.argmax(axis=1).tolist() == [1, 0, 3, 2, 5, 4]
+    similarities = vectors @ vectors.T - 2 * np.eye(len(vectors))
+    assert similarities.argmax(axis=1).tolist() == [1, 0, 3, 2, 5, 4]
 
 
 @pytest.mark.model

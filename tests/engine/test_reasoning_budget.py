@@ -85,22 +85,22 @@ def test_reasoning_ends_with_its_budget(path: Path) -> None:
         closing = tuple(llm.engine.card.tokenizer.encode_exact(CLOSING))
         result = answers(llm)
     params = [param for param in PARAMS for _ in range(param.n)] * len(CONVERSATIONS)
-    for asked, answer in zip(params, result, strict=True):
-        if asked.reasoning_budget is None:
+    for answer_params, answer in zip(params, result, strict=True):
+        if answer_params.reasoning_budget is None:
             assert not answer.text
             continue
-        assert asked.max_tokens is not None
-        most = asked.max_tokens - asked.max_tokens // 4 - len(closing)
-        budget = min(asked.reasoning_budget, most)
+        assert answer_params.max_tokens is not None
+        max_budget = answer_params.max_tokens - answer_params.max_tokens // 4 - len(closing)
+        budget = min(answer_params.reasoning_budget, max_budget)
         while answer.token_ids[budget] != closing[0]:  # completes a character
             budget += 1
-        assert budget <= min(asked.reasoning_budget, most) + 3
-        assert answer.token_ids[budget : budget + len(closing)] == closing, (asked, answer)
+        assert budget <= min(answer_params.reasoning_budget, max_budget) + 3
+        assert answer.token_ids[budget : budget + len(closing)] == closing, (answer_params, answer)
         assert answer.text.strip()
         assert "</think>" not in answer.reasoning + answer.text
-        if asked.constraint is not None:
+        if answer_params.constraint is not None:
             assert answer.text.startswith(("hello the ", "help the "))
-        if asked.logprobs is not None:
+        if answer_params.logprobs is not None:
             assert len(answer.logprobs) == len(answer.token_ids)
 
 

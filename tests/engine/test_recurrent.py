@@ -56,12 +56,12 @@ def test_tokens_do_not_depend_on_the_schedule(attends: tuple[bool, ...], mixer: 
     )
     num_preemptions = num_drafted = num_accepted = 0
     for setting in [*settings, crowded, replace(crowded, draft_seed=3)]:
-        again = [fresh(request) for request in chance.sample(requests, len(requests))]
-        answers, count = run_schedule(model, setting, again, CONTEXT, expected)
+        copies = [fresh(request) for request in chance.sample(requests, len(requests))]
+        answers, count = run_schedule(model, setting, copies, CONTEXT, expected)
         assert answers == expected, setting
         num_preemptions += count
-        num_drafted += sum(request.num_drafted for request in again)
-        num_accepted += sum(request.num_accepted for request in again)
+        num_drafted += sum(request.num_drafted for request in copies)
+        num_accepted += sum(request.num_accepted for request in copies)
     assert num_preemptions > 0
     assert 0 < num_accepted < num_drafted
 
@@ -233,12 +233,12 @@ def test_waiting_requests_are_compared_once_for_each_start(monkeypatch: pytest.M
     num_matches = 0
     match = scheduler.prefix_cache.match
 
-    def counted(state: RequestState) -> PrefixHit | None:
+    def counting_match(state: RequestState) -> PrefixHit | None:
         nonlocal num_matches
         num_matches += state.request.id != "1"
         return match(state)
 
-    monkeypatch.setattr(scheduler.prefix_cache, "match", counted)
+    monkeypatch.setattr(scheduler.prefix_cache, "match", counting_match)
     first = turns.request(list(range(40)), max_tokens=100)
     others = [turns.request([9, number, *range(200)], max_tokens=1) for number in range(5)]
     for request in (first, *others):
@@ -260,8 +260,8 @@ def test_a_kv_memory_that_fits_is_enough_for_pages_and_states() -> None:
     assert size.num_states >= 64
     assert size.cache_bytes <= 9 * 10**7
     options = CacheOptions(memory_bytes=size.cache_bytes, context_length=2048)
-    again = size_kv_cache(program, options, 256, 0, available, max_running=64)
-    assert again.num_pages > 0
+    resized = size_kv_cache(program, options, 256, 0, available, max_running=64)
+    assert resized.num_pages > 0
     with pytest.raises(MemoryLimitError):
         size_kv_cache(
             program, CacheOptions(memory_bytes=2 * 10**8), 256, 0, available, max_running=64
@@ -275,10 +275,10 @@ def test_a_static_batch_without_room_for_its_states_is_refused() -> None:
     assert with_room_for_states(config, batch, 24).max_running == 9
     with pytest.raises(MemoryLimitError, match=r"of 9 requests do not fit .* --batch-size to 8,"):
         with_room_for_states(config, batch, 23)
-    ahead = replace(config, steps_ahead=1)  # two stages: each request has one more slot
+    ahead_config = replace(config, steps_ahead=1)  # two stages: each request has one more slot
     with pytest.raises(MemoryLimitError, match="lower --batch-size to 6, or raise --kv-memory"):
-        with_room_for_states(ahead, batch, 24)
-    assert with_room_for_states(ahead, BatchOptions(), 24).max_running == 6
+        with_room_for_states(ahead_config, batch, 24)
+    assert with_room_for_states(ahead_config, BatchOptions(), 24).max_running == 6
 
 
 def test_a_request_needs_a_slot_for_each_stage_of_a_pipeline() -> None:

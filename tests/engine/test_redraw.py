@@ -36,7 +36,7 @@ TAGS: dict[str, Any] = {
     "additionalProperties": False,
 }
 WRONG = '{"title": "One", "tags": ["One", "Ones", "One"]}'
-AGAIN = '{"title": "One", "tags": ["One", "Ones", "Ones"]}'
+DUPLICATES = '{"title": "One", "tags": ["One", "Ones", "Ones"]}'
 RIGHT = '{"title": "One", "tags": ["One", "Ones", "Onesie"]}'
 # As many wrong answers as are drawn at most: each repeats an item that is not excluded yet.
 _ITEMS = ("One", "Ones", "Onesie", "Onto", "Oak", "Two", "Axe", "Bee", "Cap")
@@ -93,7 +93,7 @@ def asking(*, is_strict: bool = False, **fields: Any) -> SamplingParams:
 
 
 def test_a_wrong_answer_is_generated_again(server: LiveServer) -> None:
-    say(server, WRONG, AGAIN, RIGHT)
+    say(server, WRONG, DUPLICATES, RIGHT)
     assert list(all_ways(server, asking(is_strict=True))) == [(RIGHT, "")] * 6
 
 
@@ -116,7 +116,7 @@ def test_a_strict_answer_that_stays_wrong_is_an_error(server: LiveServer) -> Non
 
 
 def test_a_stream_goes_on_until_the_first_value_that_may_change(server: LiveServer) -> None:
-    say(server, WRONG, AGAIN, RIGHT)
+    say(server, WRONG, DUPLICATES, RIGHT)
     pieces = [output.text for output in Shared(server).stream("hello", asking())]
     first_held = RIGHT.index('"tags"')
     assert len(pieces) > 10
@@ -140,7 +140,7 @@ def test_arguments_of_calls_are_generated_again_or_reported(server: LiveServer) 
     llm = Shared(server)
     for is_strict in (False, True):
         tools = [{"name": "note", "parameters": TAGS, "strict": is_strict}]
-        say(server, call(WRONG), call(AGAIN), call(RIGHT))
+        say(server, call(WRONG), call(DUPLICATES), call(RIGHT))
         [answer] = llm.chat(TALK, params, tools=tools)
         assert [tool_call.arguments for tool_call in answer.tool_calls] == [json.loads(RIGHT)]
         assert not answer.schema_miss
@@ -180,12 +180,12 @@ CALL = '<tool_call>\n{{"name": "note", "arguments": {}}}\n</tool_call>'.format
 def test_a_complete_value_is_checked_though_the_limit_leaves_no_token_for_the_end(
     server: LiveServer,
 ) -> None:
-    say(server, WRONG, AGAIN)
+    say(server, WRONG, DUPLICATES)
     num_tokens = len(server.client.card.tokenizer.encode(WRONG))
     form = Constraint.json_schema(TAGS, is_strict=True)
     params = SamplingParams(temperature=0, max_tokens=num_tokens, constraint=form)
     [[answer]] = Shared(server).generate("hello", params)
-    assert (answer.text, answer.finish_reason) == (AGAIN[: len(WRONG)], FinishReason.LENGTH)
+    assert (answer.text, answer.finish_reason) == (DUPLICATES[: len(WRONG)], FinishReason.LENGTH)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_a_complete_call_before_the_cut_is_generated_again(
     server: LiveServer, stream: bool
 ) -> None:
     begun = '\n<tool_call>\n{"name": "note", "arguments": {"title": "One", "ta'
-    say(server, CALL(WRONG) + CALL(RIGHT), CALL(AGAIN), CALL(RIGHT) + CALL(RIGHT))
+    say(server, CALL(WRONG) + CALL(RIGHT), CALL(DUPLICATES), CALL(RIGHT) + CALL(RIGHT))
     tools = [{"name": "note", "parameters": TAGS}]
     params = SamplingParams(temperature=0, max_tokens=len(CALL(WRONG) + begun))
     result = Shared(server).chat(TALK, params, tools=tools, stream=stream)

@@ -203,13 +203,13 @@ def test_drafts_do_not_change_tokens(tiny: Pair, seed: int) -> None:
     expected, _ = run_schedule(
         tiny.plain, crowded.alone(NUM_PAGES), [fresh(r) for r in requests], CONTEXT
     )
-    again = [fresh(r) for r in requests]
-    answers, _ = run_schedule(tiny.shared, crowded, again, CONTEXT, expected)
+    copies = [fresh(r) for r in requests]
+    answers, _ = run_schedule(tiny.shared, crowded, copies, CONTEXT, expected)
     num_drafted, num_accepted = (
-        sum(getattr(r, name) for r in again) for name in ("num_drafted", "num_accepted")
+        sum(getattr(r, name) for r in copies) for name in ("num_drafted", "num_accepted")
     )
     assert 0.1 * num_drafted < num_accepted < 0.8 * num_drafted
-    assert sum(r.num_moves - r.num_preemptions for r in again) > (5 if seed % 2 else 20)
+    assert sum(r.num_moves - r.num_preemptions for r in copies) > (5 if seed % 2 else 20)
     assert answers == expected
 
 
@@ -222,8 +222,8 @@ def test_a_small_pool_preempts_and_a_shared_prefix_hits(tiny: Pair) -> None:
     expected, _ = run_schedule(
         tiny.plain, crowded.alone(NUM_PAGES), [fresh(r) for r in requests], CONTEXT
     )
-    again = [fresh(r) for r in requests]
-    answers, num_preemptions = run_schedule(tiny.shared, crowded, again, CONTEXT)
+    copies = [fresh(r) for r in requests]
+    answers, num_preemptions = run_schedule(tiny.shared, crowded, copies, CONTEXT)
     assert num_preemptions > 0
-    assert sum(r.num_cached for r in again) > 0
+    assert sum(r.num_cached for r in copies) > 0
     assert answers == expected

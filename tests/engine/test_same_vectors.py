@@ -62,16 +62,16 @@ def test_vectors_of_every_family_agree_with_the_reference(tmp_path: Path, family
     ) as backend:
         for pooling in ("mean", "last"):
             right = twin(states, pooling)
-            own, found = (
+            reference_vector, cpu_vector = (
                 np.frombuffer(
                     vectors_of(each, PLAIN, [text_request(tokens, pooling)])["t"], np.float32
                 )
                 for each in (reference, backend)
             )
-            np.testing.assert_allclose(own, right, atol=1e-5)
-            assert np.linalg.norm(found) == pytest.approx(1, abs=1e-6)
+            np.testing.assert_allclose(reference_vector, right, atol=1e-5)
+            assert np.linalg.norm(cpu_vector) == pytest.approx(1, abs=1e-6)
             # A router may choose another of two experts that it likes all but equally.
-            assert found @ right > (0.98 if loaded.spec.experts else 0.9999)
+            assert cpu_vector @ right > (0.98 if loaded.spec.experts else 0.9999)
 
 
 def test_torch_agrees_with_the_reference() -> None:

@@ -40,8 +40,8 @@ def error_of(matcher: OnlyAllows | None, **fields: Any) -> TwostrokeError:
     request.matcher, request.end_ids = matcher, frozenset({END})
     part = SimpleNamespace(request=request, num_drawn=1, drafts=(), branches=())
     plan: Any = SimpleNamespace(slices=[part])
-    [(found, error)] = find_unusable(plan, StepResult([NO_TOKEN], [None]))
-    assert found is request
+    [(unusable_request, error)] = find_unusable(plan, StepResult([NO_TOKEN], [None]))
+    assert unusable_request is request
     return error
 
 

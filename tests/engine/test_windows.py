@@ -56,11 +56,11 @@ def test_tokens_do_not_depend_on_the_schedule(
     )
     num_preemptions = num_cached = 0
     for setting in [*settings, crowded]:
-        again = [fresh(r) for r in rng.sample(requests, len(requests))]
-        answers, count = run_schedule(model, setting, again, CONTEXT)
+        copies = [fresh(r) for r in rng.sample(requests, len(requests))]
+        answers, count = run_schedule(model, setting, copies, CONTEXT)
         assert answers == expected, setting
         num_preemptions += count
-        num_cached += sum(r.num_cached for r in again)
+        num_cached += sum(r.num_cached for r in copies)
     assert num_preemptions > 0 or None not in model.facts.windows, "where all slide, none grow"
     assert num_cached > 0
 
@@ -76,19 +76,21 @@ def test_a_long_answer_holds_few_pages_before_its_window(tmp_path: Path) -> None
     params = SamplingParams(max_tokens=400, temperature=0.0)
     request = Request("long", list(range(40)), 40, params, seed=0)
     scheduler.add(request)
-    most = [0] * len(windows)
+    most_pages = [0] * len(windows)
     while plan := scheduler.plan():
-        held = [sum(page != NO_PAGE for page in pages) for pages in request.pages]
-        most = [max(pair) for pair in zip(most, held, strict=True)]
+        num_held = [sum(page != NO_PAGE for page in pages) for pages in request.pages]
+        most_pages = [max(pair) for pair in zip(most_pages, num_held, strict=True)]
         scheduler.commit(plan, model.run(plan))
     assert request.num_output == 400
-    assert most == [28] + [3] * 5, "the window and the row itself lie on at most 3 pages"
-    [again] = [Request("again", request.tokens[:-1], 439, replace(params, max_tokens=1), seed=0)]
-    scheduler.add(again)
+    assert most_pages == [28] + [3] * 5, "the window and the row itself lie on at most 3 pages"
+    [second_request] = [
+        Request("again", request.tokens[:-1], 439, replace(params, max_tokens=1), seed=0)
+    ]
+    scheduler.add(second_request)
     plan = scheduler.plan()
     assert plan is not None
     assert scheduler.commit(plan, model.run(plan))[0].tokens == (request.tokens[-1],)
-    assert again.num_cached == 432
+    assert second_request.num_cached == 432
 
 
 def test_gemma_3_270m_needs_less_than_a_quarter_of_the_memory_at_8192_tokens() -> None:

@@ -35,19 +35,22 @@ _DEATHS = re.compile(r"^twostroke_engine_deaths_total (\S+)$", re.MULTILINE)
 _TOKENS = 12
 
 
-def _said(text: str) -> list[dict[str, str]]:
+def _user_message(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
 # By path: a body with a text. Those of embeddings are not streamed, and write nothing.
 ANSWERS: dict[str, Callable[[str], dict[str, Any]]] = {
-    "/v1/chat/completions": lambda text: {"messages": _said(text), "max_tokens": _TOKENS},
+    "/v1/chat/completions": lambda text: {"messages": _user_message(text), "max_tokens": _TOKENS},
     "/v1/completions": lambda text: {"prompt": text, "max_tokens": _TOKENS},
     "/v1/responses": lambda text: {"input": text, "max_output_tokens": _TOKENS},
-    "/v1/messages": lambda text: {"messages": _said(text), "max_tokens": _TOKENS},
+    "/v1/messages": lambda text: {"messages": _user_message(text), "max_tokens": _TOKENS},
     "/completion": lambda text: {"prompt": text, "n_predict": _TOKENS},
     "/infill": lambda text: {"input_prefix": text, "input_suffix": "", "n_predict": _TOKENS},
-    "/api/chat": lambda text: {"messages": _said(text), "options": {"num_predict": _TOKENS}},
+    "/api/chat": lambda text: {
+        "messages": _user_message(text),
+        "options": {"num_predict": _TOKENS},
+    },
     "/api/generate": lambda text: {"prompt": text, "options": {"num_predict": _TOKENS}},
 }
 EMBEDDINGS: dict[str, Callable[[str], dict[str, Any]]] = {
@@ -107,21 +110,24 @@ class Fleet:
     def try_killer(self, path: str, text: str, *, is_stream: bool) -> None:
         """Send a killer until it is refused, and then again on all paths."""
         body = {**(ANSWERS | EMBEDDINGS)[path](text), "stream": is_stream}
-        before, what = self.num_deaths, f"{path} {'as a stream' if is_stream else 'whole'} {text}"
+        before, case_name = (
+            self.num_deaths,
+            f"{path} {'as a stream' if is_stream else 'whole'} {text}",
+        )
         for _ in range(_MOST_DEATHS + 1):  # a stream that has begun is not sent again by the router
             answer = self.post(path, body)
             self.statuses[answer.status_code] += 1
             if answer.status_code == 400:
                 break
         if answer.status_code != 400 or "died while they computed this request" not in answer.text:
-            self.wrong.append(f"{what}: {answer.status_code} {answer.text[:200]}")
+            self.wrong.append(f"{case_name}: {answer.status_code} {answer.text[:200]}")
         for other, make in {**ANSWERS, **(EMBEDDINGS if _KILLER in text else {})}.items():
-            again = self.post(other, make(text))
-            if again.status_code != 400:
-                self.wrong.append(f"{what}, again at {other}: {again.status_code}")
+            second_answer = self.post(other, make(text))
+            if second_answer.status_code != 400:
+                self.wrong.append(f"{case_name}, again at {other}: {second_answer.status_code}")
         if (count := self.num_deaths - before) > _MOST_DEATHS:
-            self.wrong.append(f"{what}: {count} engines died")
-        print(f"{what}: {count} deaths", flush=True)
+            self.wrong.append(f"{case_name}: {count} engines died")
+        print(f"{case_name}: {count} deaths", flush=True)
 
     def ask_harmless(self, number: int) -> None:
         """Ask the same things again and again, and compare their answers."""
@@ -169,8 +175,8 @@ def main() -> int:
     """Print what went wrong; return 1 if something did."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     wrong = campaign()
-    for what, count in Counter(wrong).most_common(20):
-        print(f"  WRONG, {count} times: {what}")
+    for fault_text, count in Counter(wrong).most_common(20):
+        print(f"  WRONG, {count} times: {fault_text}")
     return 1 if wrong else 0
 
 

@@ -325,8 +325,10 @@ def free_ports(count: int) -> list[int]:
     import socket
 
     with contextlib.ExitStack() as stack:
-        taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [listener.getsockname()[1] for listener in taken]
+        listeners = [
+            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
+        ]
+        return [listener.getsockname()[1] for listener in listeners]
 
 
 async def campaign(
@@ -340,12 +342,12 @@ async def campaign(
     load = load or Load()
     modes = ["paced"] if load.is_paced else []
     with tempfile.TemporaryDirectory() as folder:
-        *ports, own = free_ports(4)
+        *ports, router_port = free_ports(4)
         members = [Member(Path(folder, str(port)), port, *modes) for port in ports]
         await asyncio.gather(*[member.start() for member in members])
         named = [word for member in members for word in ("--replica", member.url)]
         router = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "twostroke", "route", "--port", str(own), *named),
+            *(sys.executable, "-m", "twostroke", "route", "--port", str(router_port), *named),
             "--no-access-log",
             env=os.environ | {"PYTHONPATH": str(_TESTS.parent / "src")},
             stderr=asyncio.subprocess.PIPE,
@@ -355,12 +357,12 @@ async def campaign(
             while b"routes requests" not in (await router.stderr.readline()):
                 pass
             log = asyncio.create_task(router.stderr.read())
-            url = f"http://127.0.0.1:{own}"
-            made = Campaign(members, url, f"{seed} {first}", list(kinds), load)
-            await made.run(range(first, num_faults))
+            url = f"http://127.0.0.1:{router_port}"
+            fault_campaign = Campaign(members, url, f"{seed} {first}", list(kinds), load)
+            await fault_campaign.run(range(first, num_faults))
             router.send_signal(signal.SIGTERM)
             if await router.wait():
-                made.seen.wrong.append("the router did not stop cleanly")
+                fault_campaign.seen.wrong.append("the router did not stop cleanly")
             await log
         finally:
             if router.returncode is None:
@@ -369,7 +371,7 @@ async def campaign(
                 member.send(signal.SIGKILL)
                 await member.end()
                 member.gate.close()
-        return made.seen
+        return fault_campaign.seen
 
 
 def main() -> int:
@@ -388,8 +390,8 @@ def main() -> int:
     print(f"{args.faults - args.first} faults, then a rolling update: {dict(seen.ends)}")
     for kind, told_s in sorted(seen.told_s.items()):
         print(f"  {kind}: {len(told_s)} errors, the last after {max(told_s):.2f} s")
-    for what, count in Counter(seen.wrong).most_common(20):
-        print(f"  WRONG, {count} times: {what}")
+    for fault_text, count in Counter(seen.wrong).most_common(20):
+        print(f"  WRONG, {count} times: {fault_text}")
     return 1 if seen.wrong else 0
 
 

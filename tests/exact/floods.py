@@ -58,12 +58,12 @@ def main() -> int:
     return int(bool(wrong))
 
 
-def _flood_server(server: LiveServer, most: int, num_bytes: int, seed: int) -> list[str]:
+def _flood_server(server: LiveServer, max_requests: int, num_bytes: int, seed: int) -> list[str]:
     assert server.thread.loop is not None
     document = server.api.description()
     with closing(Flood(server.url, server.thread.loop, document)) as flood:
         for path in (*NEEDED, *FORMS):
-            flood.send(path, num_bytes=num_bytes, most=most, seed=seed)
+            flood.send(path, num_bytes=num_bytes, max_bodies=max_requests, seed=seed)
             body = flood.costliest(path)
             flood.abandon(server, path, body)
             flood.take_turns(server, path, body)
@@ -76,7 +76,7 @@ def _flood_server(server: LiveServer, most: int, num_bytes: int, seed: int) -> l
         return flood.wrong
 
 
-def _flood_router(server: LiveServer, most: int, num_bytes: int, seed: int) -> list[str]:
+def _flood_router(server: LiveServer, max_requests: int, num_bytes: int, seed: int) -> list[str]:
     """Send all bodies to a router before a replica that answers at once."""
 
     async def answer(exchange: Exchange) -> None:
@@ -92,7 +92,7 @@ def _flood_router(server: LiveServer, most: int, num_bytes: int, seed: int) -> l
         with closing(Flood(router.url, router.loop, described)) as flood:
             for path in COMPUTED_PATHS:
                 if path in NEEDED:
-                    flood.send(path, num_bytes=num_bytes, most=most, seed=seed)
+                    flood.send(path, num_bytes=num_bytes, max_bodies=max_requests, seed=seed)
             _show("router", flood)
             return flood.wrong
 

@@ -83,5 +83,5 @@ def _prompts(
     for _ in range(num_prompts):
         count = rng.randint(4, half)
         start = rng.randrange(len(text) - count)
-        own = text[start : start + count]
-        yield [*rng.choice(shared), *own] if rng.random() < 0.6 else own
+        own_tokens = text[start : start + count]
+        yield [*rng.choice(shared), *own_tokens] if rng.random() < 0.6 else own_tokens

@@ -110,7 +110,7 @@ def damage_pages(numbers: range, seed: str, store_under_test: StoreUnderTest) ->
     tiers = {of: store_under_test.tier(of) for of in (kind(), *OTHER_KINDS)}
     keys = [(0, bytes([number]) * 32) for number in range(_NUM_PAGES)]
     theirs = [(0, bytes([number]) * 31 + b"t") for number in range(_NUM_PAGES)]  # another tenant's
-    own = tiers[kind()]
+    tested_tier = tiers[kind()]
     for of, tier in tiers.items():
         for number, key in enumerate([*keys, *theirs]):
             # All kinds have other bytes, so that a wrong page would be seen.
@@ -128,20 +128,20 @@ def damage_pages(numbers: range, seed: str, store_under_test: StoreUnderTest) ->
         rng = random.Random(f"{seed} {fault}")
         number = rng.randrange(_NUM_PAGES)
         name = kind().name(keys[number])
-        where = store_under_test.where(own, name)
-        what = rng.choice([*DAMAGES, "of another kind", "of another tenant"])
-        if what in DAMAGES:
+        where = store_under_test.where(tested_tier, name)
+        damage_name = rng.choice([*DAMAGES, "of another kind", "of another tenant"])
+        if damage_name in DAMAGES:
             others = [*mine[:number], *mine[number + 1 :]]
-            bad = DAMAGES[what](rng, mine[number], others)
-        elif what == "of another kind":
+            bad = DAMAGES[damage_name](rng, mine[number], others)
+        elif damage_name == "of another kind":
             bad = pages_by_kind[rng.choice(OTHER_KINDS)][number]
         else:
             bad = tenants[number]
         store_under_test.write(where, bad)
         page = bytearray(PAGE_BYTES)
-        result = own.fetch(name, memoryview(page))
+        result = tested_tier.fetch(name, memoryview(page))
         is_whole = bad == mine[number]
-        counts["nothing changed" if is_whole else what] += 1
+        counts["nothing changed" if is_whole else damage_name] += 1
         if result != is_whole or (result and bytes(page) != content_of(number)):
             counts["WRONG"] += 1
         store_under_test.write(where, mine[number])
@@ -175,8 +175,8 @@ def damage_under_engines(
                 prefill_s=lambda first, end: (end - first) * 0.01,
             )
             for number in rng.sample(range(len(prompts)), len(prompts)):
-                asked = client.generate(prompts[number], _GREEDY, hints=Hints(keep_s=60.0))
-                output = asked.wait()[0]
+                generation = client.generate(prompts[number], _GREEDY, hints=Hints(keep_s=60.0))
+                output = generation.wait()[0]
                 is_right = output.token_ids == right[number]
                 counts["answers" if is_right else "WRONG"] += 1
                 assert output.usage is not None
@@ -201,19 +201,19 @@ def main() -> int:
             (Path(folder) / name).mkdir()
             return Path(folder) / name
 
-        places: list[tuple[str, Any, Any]] = [("files", Files(new("a")), Files(new("b")))]
+        store_pairs: list[tuple[str, Any, Any]] = [("files", Files(new("a")), Files(new("b")))]
         if reason := missing():
             print(f"entries of a store: skipped, this {reason}")
         else:
             first, second = (Entries(stack.enter_context(store(new(name)))) for name in ("c", "d"))
-            places.append(("entries", first, second))
-        for name, first, second in places:
+            store_pairs.append(("entries", first, second))
+        for name, first, second in store_pairs:
             result = damage_pages(range(args.first, args.pages), f"{args.seed} {name}", first)
             under = damage_under_engines(args.rounds, rng, new(name), second)
-            for what, counts in ((name, result), (f"engines with {name}", under)):
+            for label, counts in ((name, result), (f"engines with {name}", under)):
                 wrong += counts["WRONG"]
                 summary = ", ".join(f"{n:,} {of}" for of, n in sorted(counts.items()))
-                print(f"{what}: {summary}")
+                print(f"{label}: {summary}")
     print("Nothing was wrong." if not wrong else f"{wrong} times something was wrong.")
     return min(1, wrong)
 

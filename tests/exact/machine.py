@@ -36,8 +36,8 @@ def main() -> int:
         while first < end and counts["operations"] < args.operations:
             seeds = range(first, min(end, first + _TOGETHER))
             first += _TOGETHER
-            for seed, found, fault in pool.imap_unordered(play, seeds):
-                counts.update(found)
+            for seed, round_counts, fault in pool.imap_unordered(play, seeds):
+                counts.update(round_counts)
                 if fault:
                     print(f"Round {seed} failed:\n{fault}")
                     return 1
@@ -45,8 +45,8 @@ def main() -> int:
             if took_s - said_s > _SAY_S:
                 said_s = took_s
                 print(f"{counts['operations']:,} operations in {took_s:.0f} s", flush=True)
-    for what, count in sorted(counts.items()):
-        print(f"  {what}: {count:,}")
+    for operation, count in sorted(counts.items()):
+        print(f"  {operation}: {count:,}")
     print(f"Nothing was found in {time.monotonic() - began_s:.0f} s.")
     return 0
 

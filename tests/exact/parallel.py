@@ -50,23 +50,23 @@ class Totals:
     def judge(
         self,
         where: str,
-        found: list[Answer],
+        answers: list[Answer],
         expected: list[Answer],
         happened: Counter[str],
         took_s: float,
     ) -> None:
         """Compare the answers of a run in which things `happened`, and print the outcome."""
-        pairs = enumerate(zip(found, expected, strict=True))
+        pairs = enumerate(zip(answers, expected, strict=True))
         wrong = [i for i, (ours, theirs) in pairs if repr(ours) != repr(theirs)]
-        events = ", ".join(f"{count} {what}" for what, count in happened.items())
-        told = f"{where}: {len(wrong)} of {len(found)} answers differ"
-        print(f"{told}; {events}; {took_s:.0f} s", flush=True)
+        events = ", ".join(f"{count} {event}" for event, count in happened.items())
+        summary = f"{where}: {len(wrong)} of {len(answers)} answers differ"
+        print(f"{summary}; {events}; {took_s:.0f} s", flush=True)
         for index in wrong[:2]:
-            print(f"  prompt {index}: {expected[index]} became {found[index]}")
-        self.compared += len(found)
+            print(f"  prompt {index}: {expected[index]} became {answers[index]}")
+        self.compared += len(answers)
         self.differing += len(wrong)
-        self.failed += [told] if wrong else []
-        missing = [what for what, count in happened.items() if not count]
+        self.failed += [summary] if wrong else []
+        missing = [event for event, count in happened.items() if not count]
         if missing:
             self.failed.append(f"{where}: no {', no '.join(missing)}; take more prompts")
 
@@ -128,12 +128,12 @@ def _compare(
         where, start_s = f"{name}, {kv_format}, {mesh}", time.monotonic()
         traces = Traces()
         try:
-            found, happened = _answers(path, kv_format, mesh, job, args)
+            answers, happened = _answers(path, kv_format, mesh, job, args)
         except TwostrokeError as error:
             print(f"{where}: {error}", flush=True)
             totals.failed += [] if isinstance(error, UsageError) else [f"{where}: {error}"]
             continue
-        totals.judge(where, found, expected, happened, time.monotonic() - start_s)
+        totals.judge(where, answers, expected, happened, time.monotonic() - start_s)
         left = traces.left()
         totals.failed += [f"{where}: left {', '.join(left)}"] if left else []
 

@@ -97,7 +97,7 @@ def _judge(where: str, seen: Seen, load_s: float, left: list[str]) -> list[str]:
         f"no token within {within_s:.1f} s": max(seen.continued_s) > within_s,
         f"left {', '.join(left)}": bool(left),
     }
-    return [f"{where}: {what}" for what, is_so in results.items() if is_so]
+    return [f"{where}: {problem}" for problem, is_so in results.items() if is_so]
 
 
 async def _load(

@@ -77,17 +77,17 @@ class Campaign:
                 while not self._is_replaced(server, pid) and time.monotonic() < began_s + _BACK_S:
                     time.sleep(0.2)
                 took_s = time.monotonic() - began_s
-                self._say(f"{kind} {pid} killed: replaced in {took_s:.1f} s; {clients.said()}")
+                self._say(f"{kind} {pid} killed: replaced in {took_s:.1f} s; {clients.summary()}")
                 self._check(took_s < _BACK_S, f"the {kind} was not replaced")
             clients.forget()
             took_s = self.up(2, context=4096)
-            self._say(f"update: {took_s:.1f} s; {clients.said()}")
+            self._say(f"update: {took_s:.1f} s; {clients.summary()}")
             self._check(clients.num_failed == 0, "an update failed requests")
             failed = self.up(2, context=10**9)
             self._check(failed < 0, "a broken update was not refused")
             self.up(1, context=4096)
             time.sleep(3)
-            self._say(f"a broken update, then one replica less: {clients.said()}")
+            self._say(f"a broken update, then one replica less: {clients.summary()}")
             self._check(clients.num_failed == 0, "a broken update failed requests")
         began_s = time.monotonic()
         self.twostroke("down")
@@ -183,15 +183,15 @@ class Clients:
     @property
     def num_failed(self) -> int:
         """Requests that were not answered to their end."""
-        return sum(count for what, count in self._counts.items() if what != "answered")
+        return sum(count for outcome, count in self._counts.items() if outcome != "answered")
 
     def forget(self) -> None:
         """Begin to count anew."""
         self._counts.clear()
 
-    def said(self) -> str:
+    def summary(self) -> str:
         """Return what became of the requests."""
-        return ", ".join(f"{count} {what}" for what, count in sorted(self._counts.items()))
+        return ", ".join(f"{count} {outcome}" for outcome, count in sorted(self._counts.items()))
 
     def _run(self, number: int) -> None:
         while not self._stop.is_set():
@@ -235,7 +235,7 @@ def _traces() -> set[str]:
                 words = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             except (OSError, UnicodeDecodeError):
                 continue
-            if any(one in words for one in _OURS):
+            if any(program in words for program in _OURS):
                 results.add(f"process {path.name}")
     return results
 

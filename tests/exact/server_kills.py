@@ -69,7 +69,7 @@ class Campaign:
         return 0
 
     async def stream_answer(
-        self, prompt: str, tokens: int, began: asyncio.Event | None = None
+        self, prompt: str, tokens: int, has_begun: asyncio.Event | None = None
     ) -> Any:
         """Stream an answer; return its text, or the error's code, and when the first token came."""
         body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True}
@@ -86,8 +86,8 @@ class Campaign:
                     return text, payload["error"]["code"], first_s
                 first_s = first_s or time.monotonic()
                 text += payload["choices"][0]["text"]
-                if began is not None:
-                    began.set()
+                if has_begun is not None:
+                    has_begun.set()
         return text, "", first_s
 
     async def learn(self) -> None:
@@ -105,8 +105,8 @@ class Campaign:
             for n, (prompt, begin) in enumerate(zip(_PROMPTS, begins, strict=False))
         ]
         await asyncio.gather(*(begin.wait() for begin in begins))
-        asked = [self.rng.choice(_PROMPTS) for _ in range(_STREAMS - _RUNNING)]
-        waiting = [asyncio.create_task(self.stream_answer(prompt, _SHORT)) for prompt in asked]
+        prompts = [self.rng.choice(_PROMPTS) for _ in range(_STREAMS - _RUNNING)]
+        waiting = [asyncio.create_task(self.stream_answer(prompt, _SHORT)) for prompt in prompts]
         await asyncio.sleep(0.2 + 0.2 * self.rng.random())
         pid, at_s = self.engine, time.monotonic()
         os.kill(pid, _FAULTS[kind])
@@ -116,7 +116,7 @@ class Campaign:
                 result.wrong.append(f"a running stream ended with {error or 'an answer'}")
         result.told_s = time.monotonic() - at_s
         answers = await asyncio.gather(*waiting)
-        for prompt, (text, error, _) in zip(asked, answers, strict=True):
+        for prompt, (text, error, _) in zip(prompts, answers, strict=True):
             if error or text != self.expected[prompt]:
                 result.wrong.append(error or f"another answer: {text!r}")
             else:
@@ -156,17 +156,17 @@ async def campaign(args: argparse.Namespace, server: Server, load_s: float) -> i
     url = f"http://127.0.0.1:{server.port}"
     failed, all_ = 0, list[Fault]()
     async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits, trust_env=False) as http:
-        here = Campaign(http, server, load_s, args.seed)
-        await here.learn()
-        before = here.num_files()
+        fault_campaign = Campaign(http, server, load_s, args.seed)
+        await fault_campaign.learn()
+        before = fault_campaign.num_files()
         for number in range(args.kills):
             kind = ("kill", "crash", "stop")[number % 3]
-            fault = await here.fault(kind, number)
+            fault = await fault_campaign.fault(kind, number)
             all_.append(fault)
             failed += bool(fault.wrong)
             if fault.wrong or number % 20 == 0:
                 print(number, kind, f"{fault.told_s:.2f} s", fault.wrong or "", flush=True)
-        left = await here.left(before)
+        left = await fault_campaign.left(before)
     for kind in _FAULTS:
         mine = [stream for stream in all_ if stream.kind == kind]
         if mine:

@@ -54,7 +54,7 @@ class Soak:
 
     async def client(self) -> None:
         """Ask one thing after another."""
-        kinds = [self.stream, self.stream, self.whole, self.schema, self.embed, self.store]
+        kinds = [self.stream, self.stream, self.whole_answer, self.schema, self.embed, self.store]
         while not self.is_over:
             leaves = self.rng.random() < _LEAVE
             work = asyncio.ensure_future(self.rng.choice(kinds)())
@@ -89,7 +89,7 @@ class Soak:
                     return _code(line[6:].encode())
         return ""
 
-    async def whole(self) -> str:
+    async def whole_answer(self) -> str:
         """Ask for a whole answer of two choices."""
         return await self.post("/v1/completions", prompt=self.prompt(), max_tokens=24, n=2)
 
@@ -122,7 +122,7 @@ class Soak:
             self.looks.append((now_s - began_s, _megabytes(self.server.pid)))
             if len(self.looks) % 6 == 1:
                 at, size = self.looks[-1]
-                print(f"{at:5.0f} s  {size:7.2f} MB  {_told(self.counts)}", flush=True)
+                print(f"{at:5.0f} s  {size:7.2f} MB  {_counts_text(self.counts)}", flush=True)
             if now_s - killed_s >= kill_s:
                 killed_s = now_s
                 self.counts["kills"] += 1
@@ -148,8 +148,10 @@ class Soak:
             await asyncio.sleep(1)
             now = _files(self.server.pid)
         if len(now) > len(files):
-            more = Counter(now) - Counter(files)
-            results.append(f"{len(now) - len(files)} descriptors more than before: {dict(more)}")
+            new_files = Counter(now) - Counter(files)
+            results.append(
+                f"{len(now) - len(files)} descriptors more than before: {dict(new_files)}"
+            )
         if (count := len(descendants(self.server.pid))) != 1:
             results.append(f"{count} processes instead of one")
         return results
@@ -170,8 +172,8 @@ def _megabytes(pid: int) -> float:
     """Return the memory that a process has for itself."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     fields = dict(line.split(":", 1) for line in lines[1:])
-    own = sum(int(fields[name].split()[0]) for name in ("Private_Clean", "Private_Dirty"))
-    return own / 1024
+    private_kb = sum(int(fields[name].split()[0]) for name in ("Private_Clean", "Private_Dirty"))
+    return private_kb / 1024
 
 
 def _files(pid: int) -> list[str]:
@@ -183,8 +185,8 @@ def _files(pid: int) -> list[str]:
     return results
 
 
-def _told(counts: Counter[str]) -> str:
-    return ", ".join(f"{count} {what}" for what, count in sorted(counts.items()))
+def _counts_text(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
 
 
 async def soak(args: argparse.Namespace, server: Server) -> int:
@@ -192,18 +194,18 @@ async def soak(args: argparse.Namespace, server: Server) -> int:
     limits = httpx.Limits(max_connections=args.clients + 4, max_keepalive_connections=0)
     url, seconds = f"http://127.0.0.1:{server.port}", args.minutes * 60
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits, trust_env=False) as http:
-        here = Soak(http, server, args.seed)
-        for kind in (here.stream, here.whole, here.schema, here.embed, here.store):
+        load = Soak(http, server, args.seed)
+        for kind in (load.stream, load.whole_answer, load.schema, load.embed, load.store):
             await kind()  # files and caches that are opened when they are first needed
-        await here.http.get("/api/state")
+        await load.http.get("/api/state")
         await asyncio.sleep(1)
         files = _files(server.pid)
-        clients = [here.client() for _ in range(args.clients)]
-        await asyncio.gather(here.watch(seconds, args.kill_minutes * 60), *clients)
-        left = await here.left(files)
-    growth_mb = here.growth_mb(seconds)
-    odd = here.counts.keys() - _EXPECTED - {"answered", "left early", "kills"}
-    print(f"{_told(here.counts)}")
+        clients = [load.client() for _ in range(args.clients)]
+        await asyncio.gather(load.watch(seconds, args.kill_minutes * 60), *clients)
+        left = await load.left(files)
+    growth_mb = load.growth_mb(seconds)
+    odd = load.counts.keys() - _EXPECTED - {"answered", "left early", "kills"}
+    print(f"{_counts_text(load.counts)}")
     print(f"The server's memory grew by {growth_mb:.2f} MB (at most {_MOST_MB} MB).")
     print(f"Unexpected errors: {', '.join(odd) or 'none'}; left: {', '.join(left) or 'nothing'}.")
     return int(bool(growth_mb > _MOST_MB or odd or left))
@@ -220,8 +222,8 @@ def main() -> int:
     args = parser.parse_args()
     command = (*our_command(args.model, 2), "--dashboard", "--no-access-log")
     with tempfile.TemporaryDirectory() as folder_name, contextlib.ExitStack() as stack:
-        kept = ("--records", f"{folder_name}/records", "--keep-responses", "100")
-        server = Server("Twostroke", (*command, *kept), Path(folder_name), stack)
+        record_options = ("--records", f"{folder_name}/records", "--keep-responses", "100")
+        server = Server("Twostroke", (*command, *record_options), Path(folder_name), stack)
         return asyncio.run(soak(args, server))
 
 

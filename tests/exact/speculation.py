@@ -52,8 +52,8 @@ def main() -> int:
         memory = pages * cost.program.page_bytes(_PAGE_SIZE, cost.cache)
     methods = [*args.methods, *(["draft"] if args.draft else [])]
     methods += ["heads"] if args.heads else []
-    held = [_holds(method, job, expected, memory, args) for method in methods]
-    return int(not all(held))
+    results = [_holds(method, job, expected, memory, args) for method in methods]
+    return int(not all(results))
 
 
 def _holds(
@@ -67,24 +67,24 @@ def _holds(
     speculation = SpeculationOptions("auto" if method == "heads" else method, count=count, **named)
     with LLM(args.model, _options(speculation, memory, args.context)) as llm:
         start_s = time.monotonic()
-        found, cached = [], 0
+        answers, cached = [], 0
         for prompts, params in job.batches(args.seed):
             for answer in llm.generate(prompts, params):
-                found.append(all_of(answer))
+                answers.append(all_of(answer))
                 cached += answer[0].usage.cached_tokens
         stats, draft_stats = (
             llm.engine.client.loop.snapshot().scheduler,
             llm.engine.client.loop.snapshot().speculation,
         )
-    wrong = [i for i, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1]]
+    wrong = [i for i, pair in enumerate(zip(answers, expected, strict=True)) if pair[0] != pair[1]]
     proposed, accepted = sum(draft_stats.proposed.values()), sum(draft_stats.accepted.values())
     _say(
-        f"{method}: {len(wrong)} of {len(found)} answers differ; {accepted} of {proposed} drafts "
+        f"{method}: {len(wrong)} of {len(answers)} answers differ; {accepted} of {proposed} drafts "
         f"right, {cached} tokens from the cache, {stats.num_preemptions} preemptions",
         start_s,
     )
     for index in wrong[:3]:
-        print(f"  prompt {index}: {expected[index]} became {found[index]}")
+        print(f"  prompt {index}: {expected[index]} became {answers[index]}")
     if not (accepted or method == "auto") or not cached or not stats.num_preemptions:
         print("  too little happened for this to say anything: more prompts, or longer answers")
         return False
@@ -101,8 +101,8 @@ def _options(speculation: SpeculationOptions, memory: int | None, context: int) 
     return EngineOptions(ComputeOptions(), cache, speculation=speculation)
 
 
-def _say(what: str, began: float) -> None:
-    print(f"{what} ({time.monotonic() - began:.0f} s)", flush=True)
+def _say(text: str, start_s: float) -> None:
+    print(f"{text} ({time.monotonic() - start_s:.0f} s)", flush=True)
 
 
 if __name__ == "__main__":

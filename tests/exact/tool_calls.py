@@ -175,16 +175,16 @@ def _family_template(name: str) -> str | None:
     tokenizer = from_gguf(byte_metadata() | {"tokenizer.chat_template": template})
     form = Chat(tokenizer).capabilities.form
     example = form.write([("find_user", '{"name": "John", "age": 7}')])
-    shown = (
+    tools_text = (
         f"{{{{ tools | tojson }}}}\nCall a function like this:\n{{% raw %}}{example}{{% endraw %}}"
     )
-    return template.replace("{{ tools | tojson }}", shown)
+    return template.replace("{{ tools | tojson }}", tools_text)
 
 
 def _answer_prompt(llm: LLM, system: str, args: argparse.Namespace) -> Counter[str]:
     """Return how many answers are of each kind, and print it."""
     card = llm.engine.card
-    turns, wanted = [], []
+    turns, wanted_names = [], []
     prompts = [(name, text) for name, (_, _, texts) in _FUNCTIONS.items() for text in texts]
     for name, text in prompts[:: max(1, len(prompts) // args.prompts)][: args.prompts]:
         is_forced = args.choice == "required"
@@ -195,14 +195,14 @@ def _answer_prompt(llm: LLM, system: str, args: argparse.Namespace) -> Counter[s
             [*messages, {"role": "user", "content": text}], tools.prompt_tools
         )
         turns.append(chat_of(card).prepare_answer(prompt, tools))
-        wanted.append(name)
+        wanted_names.append(name)
     params = SamplingParams(max_tokens=args.tokens, temperature=args.temperature, seed=0)
     answers = llm.generate(
         [card.tokenizer.encode_prompt(turn.prompt) for turn in turns],
         [turn.constrained(params) for turn in turns],
     )
     kinds = Counter[str]()
-    for turn, name, [answer] in zip(turns, wanted, answers, strict=True):
+    for turn, name, [answer] in zip(turns, wanted_names, answers, strict=True):
         reader = turn.answer_format().reader(card.tokenizer)
         pieces = reader.take(answer)
         names = [piece.name for piece in pieces if isinstance(piece, CallBegin)]
@@ -218,14 +218,14 @@ def _answer_prompt(llm: LLM, system: str, args: argparse.Namespace) -> Counter[s
     return kinds
 
 
-def _kind(wanted: str, names: list[str], text: str, *, is_whole: bool) -> str:
+def _kind(wanted_name: str, names: list[str], text: str, *, is_whole: bool) -> str:
     if any(f'"{name}"' in text and "{" in text for name in _FUNCTIONS):
         return "looks like a call"
     if not names:
         return "text"
     if not is_whole:
         return "cut"
-    return "calls" if wanted in names else "calls of another function"
+    return "calls" if wanted_name in names else "calls of another function"
 
 
 def _offered(name: str) -> list[FunctionBody]:

@@ -128,9 +128,9 @@ class Gguf:
             case 1:
                 self.tensors[at] = (name, dims, rng.randrange(45), offset)
             case 2:
-                place = rng.randrange(len(dims) + 1)
+                index = rng.randrange(len(dims) + 1)
                 size = rng.choice([*INTEGERS[:12], 32, 256])
-                dims = (*dims[:place], size, *dims[place + rng.randrange(2) :])
+                dims = (*dims[:index], size, *dims[index + rng.randrange(2) :])
                 self.tensors[at] = (name, dims[:5], kind, offset)
             case 3:
                 self.tensors[at] = (name, dims, kind, offset + rng.choice([8, 32, 2**32]))

@@ -86,8 +86,8 @@ def fuzz(target: str, cases: int, seed: int, scratch: Path) -> None:
     with atheris.instrument_imports(include=INSTRUMENTED):
         from fuzz import mutate, seeds, targets
 
-    found, start, files = WORK / target, scratch / "start", scratch / "files"
-    for folder in (found, start, files):
+    found_folder, start, files = WORK / target, scratch / "start", scratch / "files"
+    for folder in (found_folder, start, files):
         folder.mkdir(parents=True, exist_ok=True)
     for name, data in seeds.seeds(target).items():
         (start / name).write_bytes(data)
@@ -120,7 +120,7 @@ def fuzz(target: str, cases: int, seed: int, scratch: Path) -> None:
         "-print_final_stats=1",
         "-rss_limit_mb=1024",
     ]
-    arguments += [str(found), str(start)]
+    arguments += [str(found_folder), str(start)]
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
     atheris.Setup([sys.argv[0], *arguments], one_input, custom_mutator=mutator)

@@ -40,8 +40,8 @@ ROOMS = ("model/weights", "model/families", "model/tokenizer")
 
 def seeds(target: str) -> dict[str, bytes]:
     """Return the inputs to start from: those written here, and the kept corpus, by name."""
-    kept = {path.name: path.read_bytes() for path in sorted((CORPUS / target).glob("*"))}
-    return {f"seed-{name}": data for name, data in _SOUND[target]().items()} | kept
+    kept_inputs = {path.name: path.read_bytes() for path in sorted((CORPUS / target).glob("*"))}
+    return {f"seed-{name}": data for name, data in _SOUND[target]().items()} | kept_inputs
 
 
 def words() -> list[str]:
@@ -54,8 +54,11 @@ def words() -> list[str]:
                     result[node.value] = None
     short = [text for text in result if 2 < len(text) < 60 and " " not in text and text.isascii()]
     parts = [text for text in short if text[0] in "._"]
-    whole = [text for text in short if text[0] not in "._"]
-    return [*whole, *(arch + part for arch in ARCHITECTURES for part in parts if part[0] == ".")]
+    whole_names = [text for text in short if text[0] not in "._"]
+    return [
+        *whole_names,
+        *(arch + part for arch in ARCHITECTURES for part in parts if part[0] == "."),
+    ]
 
 
 def _gguf() -> dict[str, bytes]:
@@ -97,8 +100,10 @@ def _split() -> dict[str, bytes]:
             "split.count": Typed(U16, 2),
             "split.tensors.count": Typed(I32, len(names)),
         }
-        own = {name: tensors[name] for name in names[part::2]}
-        parts.append(_model_bytes(small, own, keys) if part == 0 else gguf_bytes(keys, own))
+        part_tensors = {name: tensors[name] for name in names[part::2]}
+        parts.append(
+            _model_bytes(small, part_tensors, keys) if part == 0 else gguf_bytes(keys, part_tensors)
+        )
     return {"two": SEPARATOR.join(parts)}
 
 
@@ -140,11 +145,19 @@ def _folder_bytes(small: Tiny) -> bytes:
 def _families() -> dict[str, Tiny]:
     results = {}
     for family, variant in FAMILIES.items():
-        own = {"head_dim": variant.sizes.get("head_dim", 16), "family": family, "fmt": "F16"}
+        family_sizes = {
+            "head_dim": variant.sizes.get("head_dim", 16),
+            "family": family,
+            "fmt": "F16",
+        }
         if variant.wide is not None:
-            own |= {"num_layers": len(variant.wide.slides), "num_kv_heads": 2, "num_heads": 2}
+            family_sizes |= {
+                "num_layers": len(variant.wide.slides),
+                "num_kv_heads": 2,
+                "num_heads": 2,
+            }
         if variant.attends is not None:
-            own |= {"num_layers": len(variant.attends)}
+            family_sizes |= {"num_layers": len(variant.attends)}
         lists = (*variant.metadata.values(), *variant.config.values())
         num_layers = max((len(each) for each in lists if isinstance(each, list)), default=1)
         if num_layers > 1 and variant.num_experts:
@@ -154,17 +167,17 @@ def _families() -> dict[str, Tiny]:
         if "leading_dense_block_count" in variant.metadata and variant.latent is None:
             num_layers = 2
         if num_layers > 1:  # a value for each layer, or other layers first
-            own.setdefault("num_layers", num_layers)
+            family_sizes.setdefault("num_layers", num_layers)
         differs = variant.wide is not None or variant.attends is not None
         has_inputs = variant.wide is not None and variant.wide.inputs > 0
         if has_inputs or (differs and variant.num_experts):
             continue  # too large
-        results[family] = Tiny(**(SIZES | own), embedding_fmt="F16")
+        results[family] = Tiny(**(SIZES | family_sizes), embedding_fmt="F16")
     return results
 
 
 def _model_bytes(
-    small: Tiny, tensors: dict[str, QuantTensor], more: dict[str, object] | None = None
+    small: Tiny, tensors: dict[str, QuantTensor], more_metadata: dict[str, object] | None = None
 ) -> bytes:
     metadata = tiny_metadata(small) | _tokenizer_keys() | {"general.alignment": ALIGNMENT}
     arch = small.variant.architecture
@@ -172,7 +185,7 @@ def _model_bytes(
     sizes[f"{arch}.feed_forward_length"] = small.ffn_size
     metadata |= {key: size for key, size in sizes.items() if key in metadata}
     metadata[f"{arch}.vocab_size"] = NUM_TOKENS
-    return gguf_bytes(metadata | (more or {}), tensors, alignment=ALIGNMENT)
+    return gguf_bytes(metadata | (more_metadata or {}), tensors, alignment=ALIGNMENT)
 
 
 def _tokenizer_keys() -> dict[str, object]:
@@ -187,9 +200,9 @@ def _tokenizer_keys() -> dict[str, object]:
 
 
 def _tokenizer_json() -> dict[str, bytes]:
-    whole = tokenizer_json()
+    description = tokenizer_json()
     vocab = {text: id_ for id_, text in enumerate([*SPECIAL_TOKENS, "H", "e", "l", "He", "ll"])}
-    model = whole["model"] | {"vocab": vocab, "merges": ["H e", "l l"]}
+    model = description["model"] | {"vocab": vocab, "merges": ["H e", "l l"]}
     pattern = {"Regex": r"(?i:'s)|\p{N}{1,3}+|[\w&&[^_]]+|\s+(?!\S)"}
     steps = [
         {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False},
@@ -205,15 +218,17 @@ def _tokenizer_json() -> dict[str, bytes]:
         "normalizer": {"type": "Sequence", "normalizers": changes},
     }
     return {
-        "byte-level": json.dumps(whole | {"model": model}).encode(),
-        "steps": json.dumps(whole | members | {"model": model}).encode(),
+        "byte-level": json.dumps(description | {"model": model}).encode(),
+        "steps": json.dumps(description | members | {"model": model}).encode(),
     }
 
 
 def _cut(tensors: dict[str, QuantTensor], table: str) -> dict[str, QuantTensor]:
     """Keep only the first rows of the embedding table, as many as there are tokens."""
-    whole = tensors[table]
-    few = QuantTensor(whole.format, (NUM_TOKENS, whole.shape[1]), whole.data[:NUM_TOKENS])
+    table_tensor = tensors[table]
+    few = QuantTensor(
+        table_tensor.format, (NUM_TOKENS, table_tensor.shape[1]), table_tensor.data[:NUM_TOKENS]
+    )
     return {name: few if name == table else tensor for name, tensor in tensors.items()}
 
 

@@ -35,12 +35,12 @@ def test_fuzzing_starts_from_sound_files(tmp_path: Path, target: str) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_mutations_keep_the_promise_and_reach_both_ends(tmp_path: Path, target: str) -> None:
-    rng, known = random.Random(1), words()
+    rng, dictionary = random.Random(1), words()
     inputs = [data for name, data in seeds(target).items() if name.startswith("seed-")]
     read = refused = 0
     for _ in range(300):
         try:
-            data = mutate.mutated(rng.choice(inputs), rng, known)
+            data = mutate.mutated(rng.choice(inputs), rng, dictionary)
         except (ValueError, struct.error):
             continue
         if keep_promise(target, data, tmp_path, measure_memory=False):
@@ -51,8 +51,10 @@ def test_mutations_keep_the_promise_and_reach_both_ends(tmp_path: Path, target: 
 
 
 def test_a_broken_promise_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[bytes] = []
-    monkeypatch.setitem(TARGETS, "greedy", lambda data, folder: kept.append(bytes(1 << 23)))
+    large_objects: list[bytes] = []
+    monkeypatch.setitem(
+        TARGETS, "greedy", lambda data, folder: large_objects.append(bytes(1 << 23))
+    )
     with pytest.raises(AssertionError, match="bytes of memory for 2 bytes"):
         keep_promise("greedy", b"ab", tmp_path, measure_memory=True)
     monkeypatch.setitem(TARGETS, "crashing", lambda data, folder: data.decode())

@@ -202,11 +202,11 @@ def paged(kv_format: str, step: str, architecture: int) -> Case:
     parts = Parts(_empty(rows, heads * 2 * dim, dtype=torch.float32), heads * dim, heads * dim)
     source = rope.HeadSource(parts)
     q = _empty(rows, heads * dim, dtype=gpu.element)
-    places = rope.SlotMapping(*(_empty(rows + 3) for _ in range(5)))
+    slots = rope.SlotMapping(*(_empty(rows + 3) for _ in range(5)))
     arguments = (source, source, source), (turn, turn), shape, pages.memory
     is_even = kv_format == "int8"
     balance = _empty(3, kv_heads * dim, dtype=torch.float32) if is_even else None
-    rope.launch(gpu, _empty(4), rows, places, *arguments, q, balance)
+    rope.launch(gpu, _empty(4), rows, slots, *arguments, q, balance)
     floats = [_empty(1 << 20, dtype=torch.float32) for _ in range(2)]
     work = attention.AttentionItems(frame, frame, _empty(1 << 16), floats[0], floats[1])
     block = attention.small_block(4) if step == "decode" else attention.large_block(4, dim)
@@ -273,8 +273,8 @@ _STEPS: Final = {  # rows, and whether each row has the same tile
 
 def step(model: str, name: str, architecture: int) -> Case:
     """Return the launches of a model's step that those before it in `_STEPS` do not have."""
-    known: set[str] = set()
-    for own, (rows, same_tokens) in _STEPS.items():
+    keys: set[str] = set()
+    for step_name, (rows, same_tokens) in _STEPS.items():
         launches: list[Launch] = []
         gpu = replace(listing(launches, architecture), same_tokens=same_tokens)
         program = build_program(MODELS[model])
@@ -289,10 +289,10 @@ def step(model: str, name: str, architecture: int) -> Case:
         for launch in launches:
             options = launch.types, launch.constants, launch.options
             key = f"{launch.kernel.__name__} {options}"
-            if key not in known:
+            if key not in keys:
                 new[key] = launch
-        known |= set(new)
-        if own == name:
+        keys |= set(new)
+        if step_name == name:
             return Case(list(new.values()))
     raise AssertionError(name)
 

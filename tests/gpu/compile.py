@@ -63,7 +63,7 @@ def main() -> int:
     unknown = [part for part in options.cases if not any(part in name for name in CASES)]
     if unknown:
         parser.error(f"no case has {unknown[0]!r} in its name: {', '.join(CASES)}")
-    wanted = [
+    case_rows = [
         (name, architecture)
         for name in CASES
         if not options.cases or any(part in name for part in options.cases)
@@ -73,7 +73,7 @@ def main() -> int:
     print(f"{'case':28} {'kernel':18}  sm  regs stack  shared  instr  loop  /weight  floor us")
     num_faults = 0
     with ProcessPoolExecutor(options.jobs) as pool:
-        for reports in pool.map(compile_case, *zip(*wanted, strict=True)):
+        for reports in pool.map(compile_case, *zip(*case_rows, strict=True)):
             for report in reports:
                 num_faults += len(report.faults)
                 print(_line(report), *report.faults, sep="  <- ", flush=True)

@@ -60,12 +60,12 @@ class OnNoGpu(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Do what PyTorch would do with a GPU, as far as the processor sees it."""
-        name, given = getattr(func, "__name__", ""), {**(kwargs or {})}
+        name, options = getattr(func, "__name__", ""), {**(kwargs or {})}
         if func == torch.Tensor.device.__get__:
             return CUDA if args[0].is_meta else func(*args)
         if name == "pin_memory":
             return args[0]
-        given.pop("pin_memory", None)
+        options.pop("pin_memory", None)
         if name == "copy_" and args[1].is_meta and not args[0].is_meta:
             return args[0].fill_(1)
         if name == "data_ptr" and args[0].is_meta:  # another for each memory
@@ -75,9 +75,9 @@ class OnNoGpu(TorchFunctionMode):
             return (1 + memory << 40) + args[0].storage_offset() * args[0].itemsize
         if name == "cpu" and args[0].is_meta:
             return torch.ones(args[0].shape, dtype=args[0].dtype)
-        if given.get("device") == CUDA:
-            given["device"] = "meta"
-        return func(*("meta" if arg is CUDA else arg for arg in args), **given)
+        if options.get("device") == CUDA:
+            options["device"] = "meta"
+        return func(*("meta" if arg is CUDA else arg for arg in args), **options)
 
 
 class Driver(NoGpu):
@@ -250,12 +250,12 @@ def main() -> None:
     triton.knobs.compilation.listener = listen
     results = []
     with OnNoGpu():
-        for name, *given, architecture in ENGINES:
+        for name, *arguments, architecture in ENGINES:
             driver = Driver(architecture)
             triton.runtime.driver.set_active(driver)
             compiled.clear()
             Graph.num_captured = Graph.num_replays = 0
-            overlaps = run(PROGRAMS[name], *given, driver)
+            overlaps = run(PROGRAMS[name], *arguments, driver)
             graphs = {"captured": Graph.num_captured, "replays": Graph.num_replays}
             graphs["overlaps"] = overlaps
             results.append({"launches": driver.num_launches, **compiled, **graphs})

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from malformed.odd_values import damaged, places
+from malformed.odd_values import damaged, paths_within
 from support.remote import ANYONE, FakeProcess, options
 from twostroke.core.constraint import Constraint
 from twostroke.core.errors import OverloadedError, TwostrokeError
@@ -90,7 +90,7 @@ def damaged_frame(message: wire.ServerMessage | wire.EngineMessage, rng: random.
 def _exchanged(values: Any, rng: random.Random) -> Any:
     """Replace some values inside a message by odd ones of the same type."""
     for _ in range(rng.choice((1, 1, 2, 4))):
-        path = rng.choice(places(values)[1:] or [(0,)])
+        path = rng.choice(paths_within(values)[1:] or [(0,)])
         outer = values
         for key in path[:-1]:
             outer = outer[key]
@@ -144,8 +144,8 @@ class EngineEnd:
         except InvalidMessageError:
             return "refused"
         finally:
-            for asked in list(handler._open.values()):
-                asked.cancel()
+            for open_request in list(handler._open.values()):
+                open_request.cancel()
             handler._compiler.shutdown()
             self._engine.client.loop.flush()
             ours.close()

@@ -118,19 +118,19 @@ class Samples:
         return {name: self.draw(fields[name], depth + 1) for name in names}
 
 
-def places(value: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def paths_within(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Return the paths inside a JSON value, down to a depth of eight, its own first."""
-    result = [here]
-    if isinstance(value, dict | list) and len(here) < 8:
+    result = [path]
+    if isinstance(value, dict | list) and len(path) < 8:
         items = value.items() if isinstance(value, dict) else enumerate(value[:20])
         for key, part in items:
-            result += places(part, (*here, key))
+            result += paths_within(part, (*path, key))
     return result
 
 
 def damaged(value: Any, rng: random.Random) -> Any:
     """Change one place of a JSON value, which is changed in place where it can be."""
-    path = rng.choice(places(value))
+    path = rng.choice(paths_within(value))
     if not path:
         return odd(rng) if rng.random() < 0.2 else value
     outer = value

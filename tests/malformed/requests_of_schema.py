@@ -174,9 +174,9 @@ class Requests:
         rng = self.rng
         method, path, parameters = rng.choice(self._others)
         path = re.sub(r"\{\w+\}", lambda _: rng.choice(_IDS), path)
-        given = rng.sample(parameters, min(len(parameters), rng.randrange(3)))
+        names = rng.sample(parameters, min(len(parameters), rng.randrange(3)))
         query = "&".join(
-            f"{name}={rng.choice(_quoted())}" for name in given * rng.choice((1, 1, 3))
+            f"{name}={rng.choice(_quoted())}" for name in names * rng.choice((1, 1, 3))
         )
         if rng.random() < 0.3:
             method = rng.choice(_METHODS)

@@ -44,7 +44,7 @@ _WARM_UP = 4  # rounds after which memory is measured for the first time
 _MOST_GROWTH_BYTES = 48 << 20
 _IDLE_S = 60.0
 _OPENED_LATE = 8  # files that are opened when they are first needed: databases, pipes of a helper
-_SHOWN = 20  # faults that are printed
+_MAX_SHOWN = 20  # faults that are printed
 _LEAKS = re.compile(rb"Traceback|/site-packages/|/src/twostroke/|\bat 0x[0-9a-f]{6}")
 _REFUSALS = frozenset((529,))  # Anthropic's word for a full queue
 _LINES = 5  # of a batch
@@ -98,9 +98,9 @@ class Campaign:
     async def end(self) -> None:
         """Wait until nothing runs, and look at what is left."""
         deadline = time.monotonic() + _IDLE_S
-        while (held := await self._held()) and time.monotonic() < deadline:  # noqa: ASYNC110 - it has no event
+        while (held_resources := await self._held_resources()) and time.monotonic() < deadline:  # noqa: ASYNC110 - it has no event
             await asyncio.sleep(0.2)
-        self.faults += [f"still held: {held}"] if held else []
+        self.faults += [f"still held: {held_resources}"] if held_resources else []
         self._asker.close()
         deadline = time.monotonic() + _IDLE_S  # which rests of bodies may take to be given up
         while self._num_files() > self.files + _OPENED_LATE and time.monotonic() < deadline:  # noqa: ASYNC110 - no event
@@ -117,7 +117,10 @@ class Campaign:
         if not settled:
             return [[0, 0], [0, 0]]
         firsts = settled[0], settled[len(settled) // 2]
-        return [[now - then for now, then in zip(settled[-1], one, strict=True)] for one in firsts]
+        return [
+            [now - then for now, then in zip(settled[-1], first_sizes, strict=True)]
+            for first_sizes in firsts
+        ]
 
     async def _exchange(self, requests: Requests, client: RawClient, count: int) -> None:
         for _ in range(count):
@@ -127,7 +130,7 @@ class Campaign:
                 reply = await client.exchange(case.method, case.data)
             except (OSError, EOFError, TimeoutError, ValueError) as error:
                 self.faults.append(
-                    f"{case.name}: {error!r} instead of a response\n  {_shown(case)}"
+                    f"{case.name}: {error!r} instead of a response\n  {_case_text(case)}"
                 )
                 client.close()
                 continue
@@ -147,7 +150,7 @@ class Campaign:
         self.counts[f"batch {batch['status']}"] += 1
         for name in filter(None, (batch.get("output_file_id"), batch.get("error_file_id"))):
             text = (await self._get(f"/v1/files/{name}/content")).body
-            self.faults += [f"line of a batch: {one!r}" for one in _FAILED.findall(text)]
+            self.faults += [f"line of a batch: {failure!r}" for failure in _FAILED.findall(text)]
 
     async def _act(self, rng: random.Random, count: int) -> None:
         for _ in range(count):
@@ -186,7 +189,7 @@ class Campaign:
         data = f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
         return await self._asker.exchange("GET", data)
 
-    async def _held(self) -> dict[str, float]:
+    async def _held_resources(self) -> dict[str, float]:
         text = (await self._get("/metrics")).body.decode()
         names = ("requests_running", "requests_waiting", "referenced_pages", "engine_deaths_total")
         results = {
@@ -211,7 +214,7 @@ def _judge(case: Case, reply: Reply) -> list[str]:
     """Return what is wrong with the response to a malformed request."""
     faults = []
     if reply.status >= 500 and reply.status not in _REFUSALS:
-        faults.append(f"{case.name}: {reply.status} {reply.body[:300]!r}\n  {_shown(case)}")
+        faults.append(f"{case.name}: {reply.status} {reply.body[:300]!r}\n  {_case_text(case)}")
     if (
         reply.status >= 400
         and reply.headers.get("content-type") == "application/json"
@@ -228,32 +231,34 @@ def _judge(case: Case, reply: Reply) -> list[str]:
     return faults
 
 
-def _shown(case: Case) -> str:
+def _case_text(case: Case) -> str:
     return repr(case.data[:1500])
 
 
 def _memory(pid: int) -> int:
     """Bytes of a process that are its own: what it shares with files does not leak."""
     text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    return sum(int(one) << 10 for one in re.findall(r"^Private_\w+: +(\d+) kB", text, re.MULTILINE))
+    return sum(
+        int(size_kb) << 10 for size_kb in re.findall(r"^Private_\w+: +(\d+) kB", text, re.MULTILINE)
+    )
 
 
 async def frames(model: str, count: int, seed: int) -> tuple[Counter[str], list[str]]:
     """Send half of the frames to each end; return how they ended, and what is wrong."""
-    rng, found, faults = random.Random(seed), Counter[str](), list[str]()
+    rng, outcomes, faults = random.Random(seed), Counter[str](), list[str]()
     with _silent(), build(model, options()) as engine:
         handler = EngineEnd(engine)
         for _ in range(count // 2):
             frame = damaged_frame(rng.choice(REQUESTS), rng)
             try:
-                found[f"engine: {handler.take(frame)}"] += 1
+                outcomes[f"engine: {handler.take(frame)}"] += 1
             except Exception as error:  # noqa: BLE001 - any kind is a fault
                 faults.append(f"engine: {error!r} for {frame[:300]!r}")
         ready = _ready(engine)
         server = ServerEnd(model, engine.client.card, ready)
         kinds = len(answers(ready, (1, 2, 3)))
         for _ in range(count - count // 2):
-            found[f"server: {await server.take(rng.randrange(kinds), rng)}"] += 1
+            outcomes[f"server: {await server.take(rng.randrange(kinds), rng)}"] += 1
         faults += [f"server: {error}" for error in server.errors]
         engine.client.loop.flush()
         deadline = time.monotonic() + _IDLE_S
@@ -262,7 +267,7 @@ async def frames(model: str, count: int, seed: int) -> tuple[Counter[str], list[
                 faults.append(f"the engine still holds {stats}")
                 break
             await asyncio.sleep(0.05)
-    return found, faults
+    return outcomes, faults
 
 
 @contextlib.contextmanager
@@ -301,10 +306,12 @@ def run(args: argparse.Namespace, folder: Path) -> int:
         if faults:
             print(f"The server's log ends with:\n{server.tail()}")
         print(f"{dict(sorted(campaign.counts.items()))} in {took_s:.0f} s")
-        all_, late = ([f"{one / 2**20:+.1f}" for one in part] for part in campaign.growth)
+        all_, late_growth = (
+            [f"{num_bytes / 2**20:+.1f}" for num_bytes in part] for part in campaign.growth
+        )
         print(
             f"memory after the warm-up: server {all_[0]}, engine {all_[1]} MiB; of it in the "
-            f"second half of the time {late[0]} and {late[1]}"
+            f"second half of the time {late_growth[0]} and {late_growth[1]}"
         )
         if sum(campaign.growth[0]) > _MOST_GROWTH_BYTES:
             faults.append("memory has grown by more than it may")
@@ -313,7 +320,7 @@ def run(args: argparse.Namespace, folder: Path) -> int:
         ends, wrong = asyncio.run(frames(model, args.frames, args.seed))
         faults += wrong
         print(f"frames {dict(sorted(ends.items()))} in {time.monotonic() - began_s:.0f} s")
-    for fault in faults[:_SHOWN]:
+    for fault in faults[:_MAX_SHOWN]:
         print(fault)
     print(f"{len(faults)} faults")
     return len(faults)
@@ -331,5 +338,5 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as place:
-        sys.exit(min(1, run(parse(), Path(place))))
+    with tempfile.TemporaryDirectory() as work_folder:
+        sys.exit(min(1, run(parse(), Path(work_folder))))

@@ -93,14 +93,14 @@ class Raw(Frozen):
     """What a client does: sends pieces with pauses between, then ends.
 
     `end`: "half" ends its own side and reads on, "read" only reads, "reset" resets, "close" leaves.
-    `most`: of responses that may come, because so many requests were sent whole.
+    `max_responses`: of responses that may come, because so many requests were sent whole.
     """
 
     name: str
     chunks: list[bytes]
     pause_s: float = 0.0
     end: str = "half"
-    most: int = 1
+    max_responses: int = 1
 
 
 def draw(rng: random.Random) -> Raw:
@@ -110,7 +110,9 @@ def draw(rng: random.Random) -> Raw:
 
 def _line(rng: random.Random) -> Raw:
     return Raw(
-        "request line", [rng.choice(_LINES) + rng.choice((b"\r\n", b"\n", b"\r")) * 2], most=2
+        "request line",
+        [rng.choice(_LINES) + rng.choice((b"\r\n", b"\n", b"\r")) * 2],
+        max_responses=2,
     )
 
 
@@ -119,7 +121,7 @@ def _fields(rng: random.Random) -> Raw:
     return Raw(
         "headers",
         [_HEAD + fields + b"\r\n\r\n" + rng.choice((_BODY, b"5\r\nhello\r\n0\r\n\r\n"))],
-        most=2,
+        max_responses=2,
     )
 
 
@@ -130,7 +132,9 @@ def _chunked(rng: random.Random) -> Raw:
     last = rng.choice(
         (b"0\r\n\r\n", b"0\r\nX: y\r\n\r\n", b"0\r\nContent-Length: 9\r\n\r\n", b"0\n\n", b"")
     )
-    return Raw("chunks", [_HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + data + last], most=3)
+    return Raw(
+        "chunks", [_HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + data + last], max_responses=3
+    )
 
 
 def _smuggled(rng: random.Random) -> Raw:
@@ -148,7 +152,9 @@ def _pipelined(rng: random.Random) -> Raw:
     parts = [rng.choice((_GET, request)) for _ in range(count)]
     if rng.random() < 0.5:
         parts.insert(rng.randrange(count), rng.choice(_LINES)[:300] + b"\r\n\r\n")
-    return Raw("pipelined", [b"".join(parts)], end=rng.choice(("half", "reset")), most=count + 1)
+    return Raw(
+        "pipelined", [b"".join(parts)], end=rng.choice(("half", "reset")), max_responses=count + 1
+    )
 
 
 def _cut(rng: random.Random) -> Raw:
@@ -158,7 +164,7 @@ def _cut(rng: random.Random) -> Raw:
     )
 
 
-def _gone(rng: random.Random) -> Raw:
+def _disconnected(rng: random.Random) -> Raw:
     body = rng.choice((_BODY, _STREAM))
     request = _HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
     return Raw("gone", [request], rng.choice((0.0, 0.002, 0.02)), rng.choice(("reset", "close")))
@@ -178,7 +184,7 @@ def _garbage(rng: random.Random) -> Raw:
         for _ in range(rng.randrange(1, 6)):
             request[rng.randrange(len(request))] = rng.randrange(256)
         data = bytes(request)
-    return Raw("garbage", [data], most=3)
+    return Raw("garbage", [data], max_responses=3)
 
 
 _KINDS: tuple[Callable[[random.Random], Raw], ...] = (
@@ -191,7 +197,7 @@ _KINDS: tuple[Callable[[random.Random], Raw], ...] = (
         _smuggled,
         _pipelined,
         _cut,
-        _gone,
+        _disconnected,
         _slow,
         _garbage,
     ),
@@ -241,6 +247,6 @@ def judge(raw: Raw, received: bytes) -> list[str]:
         faults.append(f"{raw.name}: {received[:80]!r} is no response to {sent!r}")
     if any(status >= 500 for status in final):
         faults.append(f"{raw.name}: {final} to {sent!r}")
-    if len(final) > raw.most:
+    if len(final) > raw.max_responses:
         faults.append(f"{raw.name}: {len(final)} responses to {sent!r}")
     return faults

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 def test_malformed_requests_and_frames_do_no_harm(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    given = run.parse(["--http", "400", "--raw", "120", "--frames", "400"])
-    assert run.run(given, tmp_path) == 0, capfd.readouterr().out
+    options = run.parse(["--http", "400", "--raw", "120", "--frames", "400"])
+    assert run.run(options, tmp_path) == 0, capfd.readouterr().out
     output = capfd.readouterr().out
     assert "'batch completed': 2" in output or "'batch failed'" in output
     assert "'engine: closed'" in output
@@ -33,8 +33,8 @@ def test_malformed_requests_and_frames_do_no_harm(
 def test_the_same_seed_makes_the_same_requests(tmp_path: Path) -> None:
     with live_server(tmp_path) as server:
         document = server.http.get("/openapi.json").json()
-    one, other, third = Requests(document, 1), Requests(document, 1), Requests(document, 2)
-    cases = [one.draw() for _ in range(300)]
+    first, other, third = Requests(document, 1), Requests(document, 1), Requests(document, 2)
+    cases = [first.draw() for _ in range(300)]
     assert cases == [other.draw() for _ in range(300)]
     assert cases != [third.draw() for _ in range(300)]
     paths = {case.name.split()[1].partition("?")[0] for case in cases}
@@ -74,17 +74,19 @@ def test_a_connection_that_stays_open_is_found(monkeypatch: pytest.MonkeyPatch) 
 def test_a_connection_that_ends_while_a_client_sends_is_no_fault(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def ended(_: object) -> None:
+    def end_early(_: object) -> None:
         raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
 
-    monkeypatch.setattr(asyncio.StreamWriter, "write_eof", ended)
+    monkeypatch.setattr(asyncio.StreamWriter, "write_eof", end_early)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         raw = sockets.Raw("headers", [b"GET / HTTP/1.1\r\n"])
         assert asyncio.run(sockets.act(raw, listener.getsockname()[1])) == []
 
 
 def _paths_with_bodies(document: Any) -> list[str]:
-    posts = {path: one["post"] for path, one in document["paths"].items() if "post" in one}
+    posts = {
+        path: methods["post"] for path, methods in document["paths"].items() if "post" in methods
+    }
     return [
         path
         for path, post in posts.items()

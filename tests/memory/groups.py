@@ -94,7 +94,7 @@ def num_killed(group: Path) -> int:
 
 
 @contextmanager
-def served(group: Path, model: str, *options: str) -> Iterator[tuple[int, str]]:
+def limited_server(group: Path, model: str, *options: str) -> Iterator[tuple[int, str]]:
     """Yield a server's port, or 0 and its error."""
     enter = f'echo $$ > {group}/cgroup.procs && exec "$@"'
     command = [sys.executable, "-m", "twostroke", "serve", model, "--port", "0", *options]
@@ -102,17 +102,17 @@ def served(group: Path, model: str, *options: str) -> Iterator[tuple[int, str]]:
         ["sh", "-c", enter, "sh", *command], stderr=subprocess.PIPE, text=True, bufsize=1
     )
     assert process.stderr is not None
-    said = []
+    lines = []
     try:
         for line in process.stderr:
-            said.append(line)
+            lines.append(line)
             if port := re.search(r"at http://127\.0\.0\.1:(\d+)", line):
                 with ThreadPoolExecutor(1) as reader:
                     reader.submit(process.stderr.read)  # so that its log finds room
                     yield int(port[1]), ""
                     process.terminate()
                 return
-        yield 0, "".join(said)
+        yield 0, "".join(lines)
     finally:
         process.terminate()
         process.wait()
@@ -148,7 +148,7 @@ def campaign(group: Path, model: str, num_prompts: int) -> tuple[bool, str]:
     """Serve in a group and send long prompts; return whether all went well, and a sentence."""
     options: tuple[str, ...] = ()
     for _ in range(3):
-        with served(group, model, *options) as (port, error):
+        with limited_server(group, model, *options) as (port, error):
             if not port:
                 advice = re.search(r"--context-length (\d+)", error)
                 if advice is None:

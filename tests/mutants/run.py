@@ -93,14 +93,14 @@ class Copy:
         (folder / "src" / "sitecustomize.py").write_text(SITECUSTOMIZE)
         environment = os.environ | {"PYTHONPATH": str(folder / "src")}
         which = [sys.executable, "-c", "import twostroke; print(twostroke.__file__)"]
-        found = subprocess.check_output(which, env=environment, cwd=folder, text=True).strip()
-        if not Path(found).is_relative_to(folder):
-            raise SystemExit(f"The tests would import {found}, in which no fault is planted.")
+        module_path = subprocess.check_output(which, env=environment, cwd=folder, text=True).strip()
+        if not Path(module_path).is_relative_to(folder):
+            raise SystemExit(f"The tests would import {module_path}, in which no fault is planted.")
 
     def judge(self, fault: Fault) -> tuple[bool, str]:
         """Return whether the fault's tests fail with it and only with it, and which test does."""
-        what = fault.is_native, fault.tests
-        if what not in self._passing:
+        test_set = fault.is_native, fault.tests
+        if test_set not in self._passing:
             if fault.is_native:
                 self._compile()
             try:
@@ -109,7 +109,7 @@ class Copy:
                 return False, f"without the fault the tests take over {TIMEOUT_S:.0f} s"
             if done.returncode != 0:
                 return False, f"fails without the fault: {_last_line(done)}"
-            self._passing.add(what)
+            self._passing.add(test_set)
         text = fault.plant(self._root)
         try:
             if fault.is_native:

@@ -62,10 +62,12 @@ def as_codes(x, through=np.asarray):
 
 def as_query_codes(q, factor):
     """Queries (..., head_dim), times a factor, as the whole numbers that meet int16 keys."""
-    most = np.float32(min(MOST_SUM // (64 * MOST_STORED), MOST_SUM // (q.shape[-1] * MOST_STORED)))
+    max_scale = np.float32(
+        min(MOST_SUM // (64 * MOST_STORED), MOST_SUM // (q.shape[-1] * MOST_STORED))
+    )
     q = q * np.float32(factor)
     largest = np.abs(q).max(axis=-1, keepdims=True)
-    return np.rint(q * (most / largest)).astype(np.float64) * (largest / most) / factor
+    return np.rint(q * (max_scale / largest)).astype(np.float64) * (largest / max_scale) / factor
 
 
 def spread(x):
@@ -252,14 +254,16 @@ def test_attention_of_a_row_has_the_same_bits_however_it_is_computed(library, rn
             if has_sinks:
                 context.sink(rng.normal(size=6) * 4)
             q = floats(rng.normal(size=(400, 6, 64)) * 3)
-            whole = context.attend(q, 0)
+            whole_result = context.attend(q, 0)
             for row in (0, 15, 16, 63, 64, 65, 127, 128, 200, 399):
-                assert np.array_equal(context.attend(q[row : row + 1], row)[0], whole[row])
-                assert np.array_equal(context.attend(q[row : row + 1], row, split=2)[0], whole[row])
-            for start, end in ((0, 7), (60, 70), (100, 133), (128, 400)):
-                assert np.array_equal(context.attend(q[start:end], start), whole[start:end])
+                assert np.array_equal(context.attend(q[row : row + 1], row)[0], whole_result[row])
                 assert np.array_equal(
-                    context.attend(q[start:end], start, split=1), whole[start:end]
+                    context.attend(q[row : row + 1], row, split=2)[0], whole_result[row]
+                )
+            for start, end in ((0, 7), (60, 70), (100, 133), (128, 400)):
+                assert np.array_equal(context.attend(q[start:end], start), whole_result[start:end])
+                assert np.array_equal(
+                    context.attend(q[start:end], start, split=1), whole_result[start:end]
                 )
 
 
@@ -295,8 +299,8 @@ def test_int8_keys_lose_their_mean_and_change_by_factors_and_scores_stay(library
         q, mean = rng.normal(size=(150, 6, head_dim)), rng.normal(size=(2, head_dim)) * 32
         expected = context.expected(q, 0)
         context.keys = np.round(context.keys * 1024) / 1024  # so that the sums are exact
-        near = context.expected(q, 0)
-        assert np.allclose(near, expected, atol=0.05)
+        rounded_result = context.expected(q, 0)
+        assert np.allclose(rounded_result, expected, atol=0.05)
         mean, factor = np.round(mean), 2.0 ** rng.integers(-4, 5, size=(2, head_dim))
         balance = floats([mean, factor, 1 / factor])
         even, context.keys = context.keys, floats(context.keys / factor + mean)
@@ -304,7 +308,7 @@ def test_int8_keys_lose_their_mean_and_change_by_factors_and_scores_stay(library
         context.store()
         context.keys = even
         turned = q.reshape(150, 2, 3, head_dim) * factor[:, None]
-        assert np.allclose(context.attend(turned.reshape(q.shape), 0), near, atol=1e-4)
+        assert np.allclose(context.attend(turned.reshape(q.shape), 0), rounded_result, atol=1e-4)
 
 
 def test_keys_lose_their_mean_before_they_become_bfloat16(library, rng):
@@ -316,8 +320,8 @@ def test_keys_lose_their_mean_before_they_become_bfloat16(library, rng):
     error = np.abs(context.attend(q, 0) - right).mean()
     balance = floats([mean, np.ones_like(mean), np.ones_like(mean)])
     context.arguments.balance = balance.ctypes.data
-    near = np.abs(context.attend(q, 0) - right).mean()
-    assert near < error / 2 if context.fmt == PROMPT else near == error
+    difference = np.abs(context.attend(q, 0) - right).mean()
+    assert difference < error / 2 if context.fmt == PROMPT else difference == error
 
 
 def test_a_head_of_zeros_is_stored_as_zeros(library, rng):
@@ -344,12 +348,12 @@ def test_a_query_that_is_no_number_spoils_its_own_row_alone(library, rng):
 
 def test_the_largest_numbers_of_int16_do_not_overflow(library):
     for head_dim in (16, 64, 128, 256, 512):
-        ones = np.ones((130, 1, head_dim), np.float32)
+        ones_array = np.ones((130, 1, head_dim), np.float32)
         for sign in (1, -1):
             context = Context(library, np.random.default_rng(1), 16, 1, 1, head_dim, 130, "int16")
-            context.keys, context.values = ones * sign, ones
+            context.keys, context.values = ones_array * sign, ones_array
             context.store()
-            np.testing.assert_allclose(context.attend(ones, 0), ones, rtol=1e-3)
+            np.testing.assert_allclose(context.attend(ones_array, 0), ones_array, rtol=1e-3)
 
 
 def test_spreading_evens_out_an_outlier_and_keeps_products(library, rng):

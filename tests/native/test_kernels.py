@@ -149,12 +149,12 @@ def test_rope_rotates_pairs_and_leaves_the_rest(library, rng):
 
 def choose_experts(library, scores, num_used, normalize):
     scores = floats(scores)
-    chosen, shares = np.zeros(num_used, np.int32), np.zeros(num_used, np.float32)
+    expert_ids, shares = np.zeros(num_used, np.int32), np.zeros(num_used, np.float32)
     library.ts_kernel_choose_experts(
         address(scores), c_int64(scores.size), c_int64(num_used), c_int32(normalize),
-        address(chosen), address(shares),
+        address(expert_ids), address(shares),
     )  # fmt: skip
-    return chosen, shares
+    return expert_ids, shares
 
 
 def test_experts_are_chosen_by_their_scores(library, rng):
@@ -162,9 +162,9 @@ def test_experts_are_chosen_by_their_scores(library, rng):
         for num_experts, num_used in [(1, 1), (8, 2), (16, 16), (60, 4), (128, 8)]:
             for _ in range(50):
                 scores = floats(rng.normal(size=num_experts) * 4).round(int(rng.integers(0, 3)))
-                chosen, shares = choose_experts(library, scores, num_used, normalize)
+                expert_ids, shares = choose_experts(library, scores, num_used, normalize)
                 expected = np.argsort(-scores, kind="stable")[:num_used]
-                assert np.array_equal(chosen, expected)
+                assert np.array_equal(expert_ids, expected)
                 weights = np.exp(scores.astype(np.float64))
                 total = weights[expected].sum() if normalize else weights.sum()
                 np.testing.assert_allclose(shares, weights[expected] / total, rtol=2e-6)
@@ -172,10 +172,12 @@ def test_experts_are_chosen_by_their_scores(library, rng):
 
 def test_scores_that_are_nan_choose_experts_that_exist(library):
     for scores in (np.full(20, np.nan), np.full(20, np.inf), np.full(20, -np.inf)):
-        chosen, _ = choose_experts(library, scores, 6, normalize=True)
-        assert chosen.tolist() == [0, 1, 2, 3, 4, 5]
-    chosen, _ = choose_experts(library, [np.nan, 1, np.nan, 3, np.inf, -np.inf], 4, normalize=False)
-    assert chosen.tolist() == [4, 3, 1, 0]
+        expert_ids, _ = choose_experts(library, scores, 6, normalize=True)
+        assert expert_ids.tolist() == [0, 1, 2, 3, 4, 5]
+    expert_ids, _ = choose_experts(
+        library, [np.nan, 1, np.nan, 3, np.inf, -np.inf], 4, normalize=False
+    )
+    assert expert_ids.tolist() == [4, 3, 1, 0]
 
 
 def test_a_weighted_sum_matches_its_formula(library, rng):

@@ -172,8 +172,8 @@ def test_split_tiles_are_near_the_exact_product(tiles: Library) -> None:
         exact = x.astype(np.float64) @ matrix.exact.T.astype(np.float64)
         size = np.abs(x).astype(np.float64) @ np.abs(matrix.exact).T.astype(np.float64)
         # Each operand keeps about 16 bits; the product of the rounding errors is left out.
-        most = 2.0**-15 * size + 1e-30
-        assert np.all(np.abs(tiles.multiply(matrix, x, PRECISE_PROMPT) - exact) <= most)
+        max_error = 2.0**-15 * size + 1e-30
+        assert np.all(np.abs(tiles.multiply(matrix, x, PRECISE_PROMPT) - exact) <= max_error)
 
 
 def test_tiles_do_not_depend_on_how_many_rows_cut_a_product(tiles: Library) -> None:
@@ -243,8 +243,8 @@ def test_float_formats_take_any_number_of_inputs(lib: Library) -> None:
         matrix = random_matrix(kind, (20, num_inputs), rng)
         x = random_rows(18, num_inputs, rng)
         assert same_bits(lib.unpack(matrix, lib.pack(matrix)), matrix.exact)
-        most = 1e-6 if kind == F32 else 1e-2
-        assert close(lib.multiply(matrix, x, row_kind), matrix, x, most)
+        tolerance = 1e-6 if kind == F32 else 1e-2
+        assert close(lib.multiply(matrix, x, row_kind), matrix, x, tolerance)
 
 
 def test_huge_and_tiny_activations(lib: Library) -> None:

@@ -77,12 +77,12 @@ def test_a_head_of_the_delta_rule_matches_its_formula(library, rng, key_dim, val
     gates = floats(rng.normal(size=(21, 2)) * 3)
     start = floats(rng.normal(size=(key_dim, value_dim)))
     for before in (None, start):
-        kept = None if before is None else before.copy()
+        original_state = None if before is None else before.copy()
         out, after = delta_rule(library, x, gates, key_dim, -0.3, 0.7, before)
         expected, state = delta_rule_twin(x, gates, key_dim, -0.3, 0.7, before)
         np.testing.assert_allclose(out, expected, atol=4e-6 * np.abs(expected).max())
         np.testing.assert_allclose(after, state, atol=4e-6 * np.abs(state).max())
-        assert kept is None or np.array_equal(before, kept)
+        assert original_state is None or np.array_equal(before, original_state)
 
 
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(128, 128), (20, 72)])
@@ -92,10 +92,10 @@ def test_the_delta_rule_does_not_depend_on_how_rows_are_cut(library, rng, key_di
     zeros = np.zeros((key_dim, value_dim), np.float32)
     out, after = delta_rule(library, x, gates, key_dim, -0.1, 0.1, zeros)
     for cuts in ([1, 2, 3, 11, 12, 30], [8, 16], [7, 22], range(1, 40)):
-        parts, state, places = [], None, [0, *cuts, 40]
-        for begin, end in pairwise(places):
-            rows, own = floats(x[begin:end]), floats(gates[begin:end])
-            part, state = delta_rule(library, rows, own, key_dim, -0.1, 0.1, state)
+        parts, state, bounds = [], None, [0, *cuts, 40]
+        for begin, end in pairwise(bounds):
+            rows, part_gates = floats(x[begin:end]), floats(gates[begin:end])
+            part, state = delta_rule(library, rows, part_gates, key_dim, -0.1, 0.1, state)
             parts.append(part)
         assert np.array_equal(np.concatenate(parts), out)
         assert np.array_equal(state, after)
@@ -159,12 +159,12 @@ def test_a_head_of_mamba2_matches_its_formula(library, rng, key_dim, value_dim, 
     start = floats(rng.normal(size=(key_dim, value_dim)))
     constants = (-0.3, 0.7, -1.4, *limits)
     for before in (None, start):
-        kept = None if before is None else before.copy()
+        original_state = None if before is None else before.copy()
         out, after = mamba2(library, x, steps, key_dim, constants, before)
         expected, state = mamba2_twin(x, steps, key_dim, constants, before)
         np.testing.assert_allclose(out, expected, atol=4e-6 * np.abs(expected).max())
         np.testing.assert_allclose(after, state, atol=4e-6 * np.abs(state).max())
-        assert kept is None or np.array_equal(before, kept)
+        assert original_state is None or np.array_equal(before, original_state)
 
 
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(128, 64), (20, 72)])
@@ -176,8 +176,8 @@ def test_mamba2_does_not_depend_on_how_rows_are_cut(library, rng, key_dim, value
     for cuts in ([1, 2, 3, 11, 12, 30], [8, 16], [7, 22], range(1, 40)):
         parts, state = [], None
         for begin, end in pairwise([0, *cuts, 40]):
-            rows, own = floats(x[begin:end]), floats(steps[begin:end])
-            part, state = mamba2(library, rows, own, key_dim, constants, state)
+            rows, part_steps = floats(x[begin:end]), floats(steps[begin:end])
+            part, state = mamba2(library, rows, part_steps, key_dim, constants, state)
             parts.append(part)
         assert np.array_equal(np.concatenate(parts), out)
         assert np.array_equal(state, after)
@@ -186,8 +186,10 @@ def test_mamba2_does_not_depend_on_how_rows_are_cut(library, rng, key_dim, value
 def test_time_steps_are_right_at_their_extremes(library):
     for raw_step in (-80.0, -20.0, -3.0, 0.0, 2.0, 30.0, 1e4):
         constants = (-0.5, 0.0, 0.0, 0.0, np.inf)
-        ones = np.ones((1, 1), np.float32)
-        _, after = mamba2(library, floats([[5, 0, 1]]), floats([raw_step]), 1, constants, ones)
+        ones_array = np.ones((1, 1), np.float32)
+        _, after = mamba2(
+            library, floats([[5, 0, 1]]), floats([raw_step]), 1, constants, ones_array
+        )
         expected = np.exp(-0.5 * np.logaddexp(0, raw_step))
         np.testing.assert_allclose(after[0, 0], expected, rtol=1e-6, atol=1e-37)
     _, after = mamba2(library, floats([[1, 1, 1]]), floats([np.nan]), 1, constants, None)

@@ -78,9 +78,9 @@ def test_every_level_draws_what_the_definition_draws(library):
             if reported is None or right_logprobs is None:
                 continue
             assert reported.top_ids == right_logprobs.top_ids, request.params
-            found = [reported.logprob, *reported.top_logprobs]
-            known = [right_logprobs.logprob, *right_logprobs.top_logprobs]
-            np.testing.assert_allclose(found, known, rtol=1e-6, atol=1e-6)
+            reported_logprobs = [reported.logprob, *reported.top_logprobs]
+            expected_logprobs = [right_logprobs.logprob, *right_logprobs.top_logprobs]
+            np.testing.assert_allclose(reported_logprobs, expected_logprobs, rtol=1e-6, atol=1e-6)
 
 
 def test_random_requests_vary_every_option_of_a_draw():
@@ -109,16 +109,16 @@ def test_weights_equal_the_definition_bit_for_bit(library):
             [np.linspace(0, 45 * temperature, 20_001), np.geomspace(1e-30, 1e38, 999)]
         )
         logits = (5 - gaps).astype(np.float32)
-        found = np.zeros(logits.size + 63, np.float32)
+        results = np.zeros(logits.size + 63, np.float32)
         library.ts_sample_weights_test(
             ctypes.c_void_p(logits.ctypes.data),
             ctypes.c_int64(logits.size),
             ctypes.c_float(5),
             ctypes.c_double(temperature),
-            ctypes.c_void_p(found.ctypes.data),
+            ctypes.c_void_p(results.ctypes.data),
         )
         np.testing.assert_array_equal(
-            found[: logits.size], weights(logits, np.float32(5), temperature)
+            results[: logits.size], weights(logits, np.float32(5), temperature)
         )
 
 
@@ -145,26 +145,28 @@ def test_every_level_reports_on_a_given_token_as_the_definition_does(library):
         rng = np.random.default_rng(vocab_size)
         count = 40
         logits = np.stack([random_logits(rng, vocab_size) for _ in range(count)])
-        given = rng.integers(vocab_size, size=count)
-        wanted = rng.integers(0, 21, size=count)
+        given_tokens = rng.integers(vocab_size, size=count)
+        num_top_logprobs = rng.integers(0, 21, size=count)
         requests = [random_request(rng, vocab_size) for _ in range(count)]
-        for request, num_top in zip(requests, wanted, strict=True):
+        for request, num_top in zip(requests, num_top_logprobs, strict=True):
             request.params = replace(request.params, prompt_logprobs=int(num_top))
         rows = RowTable().rows(requests)
-        rows["given"], rows["num_logprobs"] = given, wanted
+        rows["given"], rows["num_logprobs"] = given_tokens, num_top_logprobs
         results, before = np.zeros(count, RESULT), logits.copy()
         run_rows(library, rows, logits, results)
         np.testing.assert_array_equal(before.view(np.uint32), logits.view(np.uint32))
-        told = zip(requests, logits, given.tolist(), read_scores(results), strict=True)
-        for request, row, token, found in told:
+        scored_rows = zip(
+            requests, logits, given_tokens.tolist(), read_scores(results), strict=True
+        )
+        for request, row, token, scores in scored_rows:
             right = score(request, row, token)
-            assert (found is None) == (right is None)
-            if found is None or right is None:
+            assert (scores is None) == (right is None)
+            if scores is None or right is None:
                 continue
-            assert found.top_ids == right.top_ids
-            values = [found.logprob, *found.top_logprobs]
-            known = [right.logprob, *right.top_logprobs]
-            np.testing.assert_allclose(values, known, rtol=1e-6, atol=1e-6)
+            assert scores.top_ids == right.top_ids
+            values = [scores.logprob, *scores.top_logprobs]
+            expected_logprobs = [right.logprob, *right.top_logprobs]
+            np.testing.assert_allclose(values, expected_logprobs, rtol=1e-6, atol=1e-6)
 
 
 def test_rows_that_no_request_can_have_are_harmless(library):

@@ -82,8 +82,8 @@ def main() -> int:
                 print(f"{family:24} refused here: {error}")
                 continue
         longest, reason = KNOWN_DIFFERENCES.get(family, (max(differences), ""))
-        known = [value for length, value in differences.items() if length <= longest]
-        is_wrong = not max(known, default=0.0) <= MAX_KL
+        compared = [value for length, value in differences.items() if length <= longest]
+        is_wrong = not max(compared, default=0.0) <= MAX_KL
         num_wrong += is_wrong
         values = ", ".join(f"{length}: {value:.1e}" for length, value in differences.items())
         verdict = "DIFFERS" if is_wrong else "same"

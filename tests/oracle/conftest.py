@@ -13,7 +13,7 @@ if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transf
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark every test of this folder as `oracle`, so that none can be forgotten."""
-    here = Path(__file__).parent
+    oracle_folder = Path(__file__).parent
     for item in items:
-        if item.path.is_relative_to(here):
+        if item.path.is_relative_to(oracle_folder):
             item.add_marker(pytest.mark.oracle)

@@ -62,8 +62,8 @@ def _model(folder: Path) -> Any:
 
 
 def _recorded(family: str) -> list[list[float]]:
-    with tempfile.TemporaryDirectory() as place:
-        folder = write_tiny_folder(Path(place) / "tiny", tiny_of(family))
+    with tempfile.TemporaryDirectory() as folder_name:
+        folder = write_tiny_folder(Path(folder_name) / "tiny", tiny_of(family))
         model = _model(folder)
         every = logits(model, TOKENS)
     return [[round(float(every[row, column]), 5) for column in COLUMNS] for row in ROWS]

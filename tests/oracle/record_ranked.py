@@ -29,17 +29,17 @@ def main() -> None:
 
 def record(name: str, encoding: Any) -> None:
     """Write the tokens in the order of their ranks, and each text with its ids in that order."""
-    chosen = texts(_NUM_RANDOM, seed=7)
-    inside = {part for text in chosen for part in _parts(text.encode(), 32)}
+    chosen_texts = texts(_NUM_RANDOM, seed=7)
+    inside = {part for text in chosen_texts for part in _parts(text.encode(), 32)}
     inside |= {bytes([value]) for value in range(256)}
-    kept = sorted((rank, token) for token, rank in encoding.ranks.items() if token in inside)
-    places = {rank: place for place, (rank, _) in enumerate(kept)}
+    kept_tokens = sorted((rank, token) for token, rank in encoding.ranks.items() if token in inside)
+    index_of_rank = {rank: index for index, (rank, _) in enumerate(kept_tokens)}
     rows = [
-        {"text": text, "ids": [places[rank] for rank in encoding.encode_ordinary(text)]}
-        for text in chosen
+        {"text": text, "ids": [index_of_rank[rank] for rank in encoding.encode_ordinary(text)]}
+        for text in chosen_texts
     ]
     lines = [json.dumps(row, separators=(",", ":")) for row in rows]
-    tokens = textwrap.wrap(" ".join(token.hex() for _, token in kept), 98)
+    tokens = textwrap.wrap(" ".join(token.hex() for _, token in kept_tokens), 98)
     header = {
         "made_by": "tests/oracle/record_ranked.py",
         "tiktoken": tiktoken.__version__,

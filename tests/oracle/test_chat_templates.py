@@ -68,11 +68,13 @@ def _num_equal(source: str, monkeypatch: pytest.MonkeyPatch) -> int:
             for prompted in (True, False):
                 expected = _theirs(source, messages, tools, prompted, monkeypatch)
                 try:
-                    found = ours.render(messages, tools=tools, add_generation_prompt=prompted).text
+                    rendered = ours.render(
+                        messages, tools=tools, add_generation_prompt=prompted
+                    ).text
                 except TwostrokeError:
-                    found = None
-                assert found == expected
-                count += found is not None
+                    rendered = None
+                assert rendered == expected
+                count += rendered is not None
     return count
 
 

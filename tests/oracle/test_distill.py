@@ -44,7 +44,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("twostroke.lab.train.descent.time", ours)
 
 
-def told(line: str) -> float:
+def loss_of(line: str) -> float:
     """Return the KL divergence of a line such as "before: held out: KL ... 1.234, ..."."""
     return float(line.split("teacher ")[1].split(",", maxsplit=1)[0])
 
@@ -55,11 +55,11 @@ def test_a_shorter_model_learns_from_the_whole(teacher: Path, tmp_path: Path) ->
     lines: list[str] = []
     path = distill(str(teacher), StudentShape(4), tmp_path, SHORT, lines.append)
     (before,) = (line for line in lines if line.startswith("before: "))
-    assert told(lines[-1]) < 0.95 * told(before)
-    found = load(str(path)).spec
-    whole = load(str(teacher)).spec
-    assert found.num_layers == 4
-    assert replace(found, name=whole.name, num_layers=6, window=whole.window) == whole
+    assert loss_of(lines[-1]) < 0.95 * loss_of(before)
+    spec = load(str(path)).spec
+    whole_spec = load(str(teacher)).spec
+    assert spec.num_layers == 4
+    assert replace(spec, name=whole_spec.name, num_layers=6, window=whole_spec.window) == whole_spec
     with LLM(str(path)) as llm:
         assert llm.generate("the world", SamplingParams(max_tokens=4, ignore_eos=True))
 
@@ -75,10 +75,12 @@ def test_layers_that_do_nothing_are_left_out(tmp_path: Path) -> None:
             key = f"blk.{layer}.{name}.weight"
             zeros = np.zeros(tensors[key].shape, np.float32)
             tensors[key] = type(tensors[key]).from_floats(zeros, tensors[key].format)
-    kept = choose_layers(loaded.spec, tensors, [[5, 9, 3, 7] * 8], 4, lambda _: None)
-    assert kept == [0, 2, 3, 5]
+    kept_layers = choose_layers(loaded.spec, tensors, [[5, 9, 3, 7] * 8], 4, lambda _: None)
+    assert kept_layers == [0, 2, 3, 5]
     names = dict(
-        names_in_full_model(list(build_program(shortened(loaded.spec, kept)).weight_shapes), kept)
+        names_in_full_model(
+            list(build_program(shortened(loaded.spec, kept_layers)).weight_shapes), kept_layers
+        )
     )
     assert names["blk.3.ffn_up.weight"] == "blk.5.ffn_up.weight"
     assert names["output_norm.weight"] == "output_norm.weight"
@@ -103,8 +105,8 @@ def test_what_stands_before_a_layer_need_not_be_computed_again(tmp_path: Path, f
     states = _ShortenedModel(model, loaded.spec, texts, [0, 1, 3]).states()
     for at, rest in enumerate(([1, 3], [0, 3], [0, 1])):
         cut = _ShortenedModel(model, loaded.spec, texts, rest)
-        whole, later = cut.log_probabilities(), cut.log_probabilities(at, states[at])
-        assert np.allclose(whole.numpy(), later.numpy(), atol=1e-5)
+        all_logprobs, later = cut.log_probabilities(), cut.log_probabilities(at, states[at])
+        assert np.allclose(all_logprobs.numpy(), later.numpy(), atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
@@ -135,11 +137,11 @@ def test_what_adds_nothing_is_cut_and_nothing_changes(tmp_path: Path, family: st
         assert left[layer] not in widths.groups[layer]
         assert not idle[layer].intersection(widths.channels[layer])
     tokens = torch.tensor([7, 3, 11, 2, 9])
-    whole = TorchModel(build_program(spec), tensors)
+    whole_model = TorchModel(build_program(spec), tensors)
     narrow = TorchModel(build_program(widths.narrowed(spec)), widths.cut(spec, tensors))
     assert narrow.weights["blk.1.attn_q.weight"].shape == (4 * spec.head_dim, spec.hidden_size)
-    right, found = (model.values(tokens)["logits"] for model in (whole, narrow))
-    assert np.allclose(right.detach().numpy(), found.detach().numpy(), atol=1e-4)
+    right, narrow_logits = (model.values(tokens)["logits"] for model in (whole_model, narrow))
+    assert np.allclose(right.detach().numpy(), narrow_logits.detach().numpy(), atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "olmo2"])
@@ -153,9 +155,9 @@ def test_a_narrower_model_learns_from_the_whole(tmp_path: Path, family: str) -> 
     lines: list[str] = []
     path = distill(str(teacher), shape, tmp_path / "out", SHORT, lines.append)
     (before,) = (line for line in lines if line.startswith("before: "))
-    assert told(lines[-1]) < 0.95 * told(before)
-    found = load(str(path)).spec
-    sizes = (found.num_layers, found.num_heads, found.num_kv_heads, found.ffn_size, found.head_dim)
+    assert loss_of(lines[-1]) < 0.95 * loss_of(before)
+    spec = load(str(path)).spec
+    sizes = (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.ffn_size, spec.head_dim)
     assert sizes == (3, 2, 1, 64, tiny.head_dim)
     with LLM(str(path)) as llm:
         assert llm.generate("the world", SamplingParams(max_tokens=4, ignore_eos=True))
@@ -181,13 +183,13 @@ def stopping_after(*counts: int, steps: list[int] | None = None) -> Callable[...
     """Return a step of training that is interrupted after each of so many calls."""
     from twostroke.lab.train import imitate
 
-    taken = [] if steps is None else steps
+    steps_done = [] if steps is None else steps
     step = imitate.StudentTrainer._step
 
     def stop_soon(imitator: imitate.StudentTrainer, batch: object) -> None:
         step(imitator, batch)  # type: ignore[arg-type]
-        taken.append(imitator.descent.num_steps)
-        if len(taken) in counts:
+        steps_done.append(imitator.descent.num_steps)
+        if len(steps_done) in counts:
             raise KeyboardInterrupt
 
     return stop_soon
@@ -260,14 +262,14 @@ def test_a_folder_is_for_what_was_made_in_it(teacher: Path, tmp_path: Path) -> N
 def test_impossible_students_are_refused(teacher: Path, tmp_path: Path) -> None:
     from twostroke.lab.compress.distill import distill
 
-    for shape, said in {
+    for shape, message in {
         StudentShape(7): "layers must be from 1 to 6, as many as",
         StudentShape(6): "as large as",
         StudentShape(kv_heads=0): "kv_heads must be from 1 to",
         StudentShape(feed_forward=48): "feed_forward must be a multiple of 32",
         StudentShape(4, feed_forward=1 << 20): "feed_forward must be from 1 to",
     }.items():
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=message):
             distill(str(teacher), shape, tmp_path, SHORT, print)
     with pytest.raises(UsageError, match="must have fewer"):
         distill(str(teacher), str(teacher), tmp_path, SHORT, print)
@@ -280,9 +282,9 @@ def test_too_few_answers_are_refused(teacher: Path, tmp_path: Path) -> None:
     from twostroke.lab.compress.distill import distill
 
     (data := tmp_path / "one.txt").write_text("the world\n")
-    one = replace(SHORT, data=str(data), num_tokens=3)
+    short_plan = replace(SHORT, data=str(data), num_tokens=3)
     with pytest.raises(UsageError, match="too few answers"):
-        distill(str(teacher), StudentShape(3), tmp_path / "student", one, print)
+        distill(str(teacher), StudentShape(3), tmp_path / "student", short_plan, print)
 
 
 @pytest.mark.parametrize("name", ["Q4_1", "IQ4_NL"])

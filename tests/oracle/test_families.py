@@ -164,13 +164,13 @@ def test_a_mistral_with_types_of_layers_is_read_as_a_ministral(tmp_path: Path) -
 @pytest.mark.parametrize("model_type", sorted(MODEL_TYPES.keys() - {"kimi_k2"}))
 def test_keys_that_are_left_out_mean_what_they_mean_to_transformers(model_type: str) -> None:
     # DeepSeek V2 has no number of used experts unless the file says one.
-    least = {"num_experts_per_tok": 6} if model_type == "deepseek_v2" else {}
-    theirs = AutoConfig.for_model(model_type, **least).to_dict()
-    said, silent = (
+    required_keys = {"num_experts_per_tok": 6} if model_type == "deepseek_v2" else {}
+    theirs = AutoConfig.for_model(model_type, **required_keys).to_dict()
+    explicit_spec, silent = (
         hf_spec(hf_fields("config.json", config), "a")
-        for config in (theirs, {"model_type": model_type, **least})
+        for config in (theirs, {"model_type": model_type, **required_keys})
     )
-    assert silent == said
+    assert silent == explicit_spec
 
 
 def test_shards_of_bf16_are_read(tmp_path: Path) -> None:

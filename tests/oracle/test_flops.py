@@ -52,24 +52,32 @@ def test_pytorch_counts_the_same_operations(family: str, tmp_path: Path) -> None
     batch = BatchShape((0,), (NUM_TOKENS,), NUM_TOKENS)  # every row gets logits
     cost = CostModel(program, dict.fromkeys(program.weight_shapes, 0))
 
-    def counted(one: Op) -> int:
-        if isinstance(one, ops.LatentAttention):  # as it is computed, which may not be cheapest
-            return 4 * one.num_heads * one.head_dim * batch.num_attended()
-        return cost.operation(one, batch).flops
+    def counted_flops(operation: Op) -> int:
+        if isinstance(
+            operation, ops.LatentAttention
+        ):  # as it is computed, which may not be cheapest
+            return 4 * operation.num_heads * operation.head_dim * batch.num_attended()
+        return cost.operation(operation, batch).flops
 
-    heads = sum(counted(one) for one in program.ops if isinstance(one, ops.HeadLinear))
-    rules = [one for one in program.ops if isinstance(one, ops.GatedDeltaRule)]
-    heads += sum(4 * one.num_state_values * NUM_TOKENS for one in rules)  # two products of a row
+    heads = sum(
+        counted_flops(operation)
+        for operation in program.ops
+        if isinstance(operation, ops.HeadLinear)
+    )
+    rules = [operation for operation in program.ops if isinstance(operation, ops.GatedDeltaRule)]
+    heads += sum(
+        4 * operation.num_state_values * NUM_TOKENS for operation in rules
+    )  # two products of a row
     products, attention = products + heads, attention - heads  # all are products of batches
 
     ours = {True: 0, False: 0}
     seen = pairs = 0
-    for one in program.ops:
-        is_attention = isinstance(one, ops.Attention)
-        ours[is_attention] += counted(one)
-        if isinstance(one, ops.Attention):
-            seen += one.width * batch.num_attended(one.window)
-            pairs += one.width * NUM_TOKENS**2
+    for operation in program.ops:
+        is_attention = isinstance(operation, ops.Attention)
+        ours[is_attention] += counted_flops(operation)
+        if isinstance(operation, ops.Attention):
+            seen += operation.width * batch.num_attended(operation.window)
+            pairs += operation.width * NUM_TOKENS**2
     assert attention > 0
     assert ours[False] == pytest.approx(products, rel=0.01)
     assert ours[True] == pytest.approx(attention * seen / pairs, rel=0.01)

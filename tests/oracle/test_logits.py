@@ -40,8 +40,8 @@ def test_reference_equals_transformers_on_real_models(
     _keep_theirs(loaded, pieces, tmp_path)
     ours = _reference(loaded)
     result = compare(
-        (np.load(tmp_path / f"{place}.npy"), ours.score(piece), piece)
-        for place, piece in enumerate(pieces)
+        (np.load(tmp_path / f"{index}.npy"), ours.score(piece), piece)
+        for index, piece in enumerate(pieces)
     )
     print(name, result)
     assert result.num_rows >= 2000
@@ -52,8 +52,8 @@ def test_reference_equals_transformers_on_real_models(
 
 def _keep_theirs(loaded: LoadedModel, pieces: list[list[int]], folder: Path) -> None:
     theirs = transformers_model(loaded)
-    for place, piece in enumerate(pieces):
-        np.save(folder / f"{place}.npy", logits(theirs, piece))
+    for index, piece in enumerate(pieces):
+        np.save(folder / f"{index}.npy", logits(theirs, piece))
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -156,8 +156,8 @@ def _nvfp4_values(stored: dict[str, torch.Tensor], weights: Any) -> torch.Tensor
     packed = stored["weight_packed"]
     rows, width = packed.shape
     codes = unpack_fp4_from_uint8(packed, rows, 2 * width, torch.float32)
-    scales, whole = stored["weight_scale"].float(), stored["weight_global_scale"]
-    return dequantize(codes, scales, args=weights, global_scale=whole)
+    scales, global_scale = stored["weight_scale"].float(), stored["weight_global_scale"]
+    return dequantize(codes, scales, args=weights, global_scale=global_scale)
 
 
 def _parameters(

@@ -69,7 +69,7 @@ def _dense(count: int) -> list[str]:
 def _pieces(model: Any) -> dict[str, object]:
     ids = range(model.vocab_size())
     kinds = {model.is_control: CONTROL, model.is_unknown: UNKNOWN, model.is_byte: BYTE}
-    types = [next((kind for asked, kind in kinds.items() if asked(id_)), NORMAL) for id_ in ids]
+    types = [next((kind for is_kind, kind in kinds.items() if is_kind(id_)), NORMAL) for id_ in ids]
     return {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": [model.id_to_piece(id_) for id_ in ids],

@@ -41,14 +41,14 @@ def random_token(rng: random.Random, text: str, *, typed: bool = False) -> dict[
 
 def random_named(rng: random.Random, *, typed: bool) -> dict[str, Any]:
     """Return values of `bos_token` and the like: texts, or objects with flags."""
-    found: dict[str, Any] = {}
+    named_tokens: dict[str, Any] = {}
     for name in NAMES:
         if rng.random() < 0.35:
             text = rng.choice(TEXTS)
             as_object = rng.random() < 0.4
             value = random_token(rng, text, typed=typed) if as_object else text
-            found[f"{name}_token"] = value
-    return found
+            named_tokens[f"{name}_token"] = value
+    return named_tokens
 
 
 def random_files(rng: random.Random, size: int) -> dict[str, dict[str, Any]]:
@@ -67,17 +67,17 @@ def random_files(rng: random.Random, size: int) -> dict[str, dict[str, Any]]:
     if rng.random() < 0.5:
         texts = rng.sample(TEXTS, rng.randint(0, 5))
         config["added_tokens_decoder"] = {
-            str(size + place): random_token(rng, text) for place, text in enumerate(texts)
+            str(size + index): random_token(rng, text) for index, text in enumerate(texts)
         }
         return files
     if rng.random() < 0.6:
         files["special_tokens_map.json"] = random_named(rng, typed=False)
         if rng.random() < 0.4:
-            more = [rng.choice(TEXTS) for _ in range(rng.randint(0, 3))]
-            files["special_tokens_map.json"]["additional_special_tokens"] = more
+            more_tokens = [rng.choice(TEXTS) for _ in range(rng.randint(0, 3))]
+            files["special_tokens_map.json"]["additional_special_tokens"] = more_tokens
     if rng.random() < 0.6:
         texts = rng.sample(TEXTS, rng.randint(0, 5))
-        files["added_tokens.json"] = {text: size + place for place, text in enumerate(texts)}
+        files["added_tokens.json"] = {text: size + index for index, text in enumerate(texts)}
     return files
 
 
@@ -94,15 +94,15 @@ def test_side_files_are_read_as_transformers_reads_them(
         (tmp_path / name).write_text(json.dumps(content), encoding="utf-8")
     theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     ours = from_tokenizer_json(tmp_path)
-    told = json.dumps(files)
-    assert dict(ours.named_texts) == theirs.special_tokens_map, told
+    files_text = json.dumps(files)
+    assert dict(ours.named_texts) == theirs.special_tokens_map, files_text
     for text in PROBES:
         expected = theirs.encode(text, add_special_tokens=False)
-        assert ours.encode(text, parse_special=True) == expected, (text, told)
+        assert ours.encode(text, parse_special=True) == expected, (text, files_text)
     expected = theirs.encode("yes no")
-    assert ours.encode("yes no", add_special=True, parse_special=True) == expected, told
+    assert ours.encode("yes no", add_special=True, parse_special=True) == expected, files_text
     added = theirs.added_tokens_decoder
-    assert ours.special_ids == {id_ for id_, token in added.items() if token.special}, told
+    assert ours.special_ids == {id_ for id_, token in added.items() if token.special}, files_text
     assert {id_: ours.token_text(id_) for id_ in added} == {
         id_: token.content for id_, token in added.items()
     }

@@ -71,8 +71,8 @@ def test_ids_that_llama_cpp_lists_are_equal(name: str) -> None:
 
 def test_special_tokens_of_vouched_text_are_equal(trio: Trio) -> None:
     marks = trio.ours.special_texts()[:40]
-    for place, text in enumerate(old_texts(num_random=2_000, seed=3)):
-        marked = f"{text}{marks[place % len(marks)]}{text[::-1]}" if place % 2 else text
+    for index, text in enumerate(old_texts(num_random=2_000, seed=3)):
+        marked = f"{text}{marks[index % len(marks)]}{text[::-1]}" if index % 2 else text
         expected = trio.theirs.backend_tokenizer.encode(marked, add_special_tokens=False).ids
         assert trio.from_folder.encode(marked, parse_special=True) == expected, ascii(marked)
         # transformers adds GPT-2's <|endoftext|> to a file that has no such token.
@@ -85,14 +85,14 @@ def test_tokens_added_to_normalized_and_to_raw_text_are_equal(trio: Trio, tmp_pa
     written = ["Cafe\u0301", " x", "you ", "日本", "<é|>", "a_b", "\u2581c", "don't"]
     theirs.add_tokens(
         [
-            AddedToken(text, normalized=place % 4 > 0, lstrip=place == 4, single_word=place > 5)
-            for place, text in enumerate(written)
+            AddedToken(text, normalized=index % 4 > 0, lstrip=index == 4, single_word=index > 5)
+            for index, text in enumerate(written)
         ]
     )
     theirs.save_pretrained(tmp_path)
     ours = from_tokenizer_json(tmp_path)
-    for place, text in enumerate(old_texts(num_random=2_000, seed=5)):
-        mixed = f"{text}{written[place % 8]}{text[: place % 9]}  {written[place % 7]}"
+    for index, text in enumerate(old_texts(num_random=2_000, seed=5)):
+        mixed = f"{text}{written[index % 8]}{text[: index % 9]}  {written[index % 7]}"
         assert ours.encode(mixed) == plain_ids(theirs, mixed), ascii(mixed)
 
 
@@ -107,14 +107,14 @@ def test_decoded_and_streamed_texts_are_equal(trio: Trio) -> None:
 
 
 @pytest.mark.parametrize("prompted", [True, False])
-@pytest.mark.parametrize("place", range(len(CHATS)))
-def test_chats_are_equal(trio: Trio, place: int, prompted: bool) -> None:
+@pytest.mark.parametrize("index", range(len(CHATS)))
+def test_chats_are_equal(trio: Trio, index: int, prompted: bool) -> None:
     if not trio.ours.chat_templates:
         pytest.skip("it has no chat template")
     prompt = ChatTemplate.for_tokenizer(trio.ours).render(
-        CHATS[place], add_generation_prompt=prompted
+        CHATS[index], add_generation_prompt=prompted
     )
-    text, ids = chat_ids(trio.theirs, CHATS[place], prompted=prompted)
+    text, ids = chat_ids(trio.theirs, CHATS[index], prompted=prompted)
     assert prompt.text == text
     assert trio.ours.encode_prompt(prompt) == ids
 

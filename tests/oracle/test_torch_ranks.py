@@ -38,14 +38,16 @@ def options(parallel: ParallelOptions) -> EngineOptions:
 
 def answer(llm: LLM, prompts: Sequence[str] = PROMPTS) -> list[Completion]:
     params = SamplingParams(max_tokens=20, temperature=0, logprobs=0)
-    return [one for (one,) in llm.generate(prompts, params)]
+    return [completion for (completion,) in llm.generate(prompts, params)]
 
 
-def assert_near(found: list[Completion], expected: list[Completion], tolerance: float) -> None:
-    assert [completion.token_ids for completion in found] == [
+def assert_near(
+    completions: list[Completion], expected: list[Completion], tolerance: float
+) -> None:
+    assert [completion.token_ids for completion in completions] == [
         completion.token_ids for completion in expected
     ]
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(completions, expected, strict=True):
         assert [token.logprob for token in ours.logprobs] == pytest.approx(
             [token.logprob for token in theirs.logprobs], abs=tolerance
         )
@@ -86,8 +88,8 @@ def test_smollm2_on_two_ranks(reduce: str, smollm2_path: Path) -> None:
         expected = answer(llm, prompts)
     with LLM(smollm2_path, options(ParallelOptions(tensor=2, reduce=reduce))) as llm:
         assert_near(answer(llm, prompts), expected, 1e-3)
-        own, other = llm.engine.facts.ranks
-        assert own.weight_bytes < 0.55 * (own.weight_bytes + other.weight_bytes)
+        own_rank, other = llm.engine.facts.ranks
+        assert own_rank.weight_bytes < 0.55 * (own_rank.weight_bytes + other.weight_bytes)
 
 
 def test_a_killed_rank_is_replaced_and_answers_go_on(tmp_path: Path) -> None:
@@ -97,9 +99,9 @@ def test_a_killed_rank_is_replaced_and_answers_go_on(tmp_path: Path) -> None:
         ((expected,),) = llm.generate(["hello world"], params)
     with LLM(path, options(ParallelOptions(tensor=3))) as llm:
         stream = llm.stream("hello world", params)
-        found = list(next(stream).token_ids)
+        token_ids = list(next(stream).token_ids)
         tasks = Path("/proc/self/task").iterdir()
         children = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
         os.kill(children[-1], signal.SIGKILL)
-        found += [token for output in stream for token in output.token_ids]
-    assert tuple(found) == expected.token_ids
+        token_ids += [token for output in stream for token in output.token_ids]
+    assert tuple(token_ids) == expected.token_ids

@@ -115,8 +115,8 @@ def test_gradients_are_those_of_finite_differences(spec: ModelSpec) -> None:
             below = loss()
             weight.add_(direction, alpha=1e-6)
         expected = float(above - below) / 2e-6
-        found = float((weight.grad * direction).sum())
-        assert found == pytest.approx(expected, rel=1e-3, abs=1e-6)
+        derivative = float((weight.grad * direction).sum())
+        assert derivative == pytest.approx(expected, rel=1e-3, abs=1e-6)
 
 
 @pytest.mark.parametrize("token_budget", [7, 64])
@@ -132,7 +132,7 @@ def test_the_engine_writes_the_references_tokens(token_budget: int, tmp_path: Pa
         )
         with LLM(str(path), options=options) as llm:
             params = SamplingParams(max_tokens=20, temperature=0)
-            answers.append([one.text for (one,) in llm.generate(prompts, params)])
+            answers.append([completion.text for (completion,) in llm.generate(prompts, params)])
     assert answers[0] == answers[1]
 
 

@@ -77,8 +77,8 @@ def test_tokens_are_those_of_the_reference_on_any_schedule(
     assert backend.facts.num_states == NUM_STATES
     num_preemptions = 0
     for setting in settings:
-        again = [fresh(request) for request in chance.sample(requests, len(requests))]
-        answers, count = run_schedule(backend, setting, again, CONTEXT)
+        copies = [fresh(request) for request in chance.sample(requests, len(requests))]
+        answers, count = run_schedule(backend, setting, copies, CONTEXT)
         tokens = {name: answer[0] for name, answer in answers.items()}
         assert tokens == {name: answer[0] for name, answer in expected.items()}, setting
         num_preemptions += count

@@ -79,13 +79,13 @@ def test_training_goes_on_where_it_was_stopped(
     with pytest.raises(KeyboardInterrupt, match=message):
         run.train_heads(str(model), tmp_path, options, lambda _: None)
     first = load_heads(tmp_path)
-    kept = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "answers").iterdir()}
+    file_times = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "answers").iterdir()}
     with pytest.raises(KeyboardInterrupt, match=message):
         run.train_heads(str(model), tmp_path, options, lambda _: None)
     assert steps == list(range(1, 11))
     assert load_heads(tmp_path).facts.token_ids == first.facts.token_ids
-    again = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "answers").iterdir()}
-    assert again == kept
+    later_times = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "answers").iterdir()}
+    assert later_times == file_times
     assert len(list(tmp_path.glob("checkpoint-*"))) == 1
 
 
@@ -156,18 +156,18 @@ def test_unrolled_heads_are_what_the_engine_runs(model: Path, kind: str) -> None
         if kind == "medusa":
             request.tokens = [0]
             piece = Slice(request, 0, 1, samples=True, drafts=tuple(range(1, depth)))
-            given = np.repeat(hidden[start : start + 1], depth, axis=0)
-            drawn = backend.run(StepPlan((piece,), external=given)).tokens
+            external_rows = np.repeat(hidden[start : start + 1], depth, axis=0)
+            drawn_tokens = backend.run(StepPlan((piece,), external=external_rows)).tokens
         else:
-            drawn, given = [], hidden[: start + 1]
+            drawn_tokens, external_rows = [], hidden[: start + 1]
             for at in range(depth):
                 first = start + at if at else 0
                 piece = Slice(request, first, start + 1 + at - first, samples=True)
-                result = backend.run(StepPlan((piece,), external=given))
-                drawn += result.tokens
-                given = result.hidden
+                result = backend.run(StepPlan((piece,), external=external_rows))
+                drawn_tokens += result.tokens
+                external_rows = result.hidden
                 if at + 1 < depth:
                     request.tokens.append(int(tokens[start + 1 + at]))
         # Rows of depth d begin at row d.
         expected = [int(unrolled[at][start].argmax()) for at in range(depth)]
-        assert drawn == expected
+        assert drawn_tokens == expected

@@ -96,8 +96,8 @@ def check(family: str, seconds: float) -> bool:
     tokens = byte_tokens(HELD_OUT.read_bytes())[:NUM_TOKENS]
     theirs = logits(model, tokens)
     is_wrong = False
-    with tempfile.TemporaryDirectory() as place:
-        for form, loaded in read_back(model, tiny, Path(place)):
+    with tempfile.TemporaryDirectory() as folder_name:
+        for form, loaded in read_back(model, tiny, Path(folder_name)):
             program = build_program(loaded.spec)
             backend = ReferenceBackend(program, loaded.tensors, num_pages=1, page_size=16)
             expected = theirs
@@ -175,16 +175,16 @@ def byte_tokens(text: bytes) -> list[int]:
     return [byte + len(SPECIAL_TOKENS) for byte in text]
 
 
-def read_back(model: Any, tiny: Tiny, place: Path) -> Iterator[tuple[str, LoadedModel]]:
+def read_back(model: Any, tiny: Tiny, work_folder: Path) -> Iterator[tuple[str, LoadedModel]]:
     """Write a model as a folder and as a GGUF file, and yield the name of each form and the model.
 
     The GGUF file is as llama.cpp's converter writes it: Qwen's has one added to its norms, tiled
     value heads, and negative decay rates. A model with experts and biases is also written with
     experts in MXFP4.
     """
-    model.save_pretrained(place / "model")
-    (place / "model" / "tokenizer.json").write_text(json.dumps(tokenizer_json()))
-    folder = load_path(place / "model")
+    model.save_pretrained(work_folder / "model")
+    (work_folder / "model" / "tokenizer.json").write_text(json.dumps(tokenizer_json()))
+    folder = load_path(work_folder / "model")
     yield "folder", folder
     weights = {
         name: tensor.dequantize() + np.float32(tiny.variant.norm_offset * _has_one_added(name))
@@ -194,12 +194,12 @@ def read_back(model: Any, tiny: Tiny, place: Path) -> Iterator[tuple[str, Loaded
         name: QuantTensor.from_floats(values, FORMATS["F32"])
         for name, values in gguf_weights(tiny, weights).items()
     }
-    yield "GGUF", load_path(write_gguf(place / "model.gguf", tiny_metadata(tiny), tensors))
+    yield "GGUF", load_path(write_gguf(work_folder / "model.gguf", tiny_metadata(tiny), tensors))
     if tiny.variant.has_expert_biases:
         for name in [name for name in tensors if name.endswith("_exps.weight")]:
             values = tensors[name].dequantize()
             tensors[name] = QuantTensor.from_floats(values, FORMATS["MXFP4"])
-        path = write_gguf(place / "mxfp4.gguf", tiny_metadata(tiny), tensors)
+        path = write_gguf(work_folder / "mxfp4.gguf", tiny_metadata(tiny), tensors)
         yield "GGUF in MXFP4", load_path(path)
 
 
@@ -211,8 +211,8 @@ def joined_projections(tensors: Mapping[str, QuantTensor]) -> dict[str, QuantTen
             if name.endswith(f"{parts[0]}.weight"):
                 prefix = name.removesuffix(f"{parts[0]}.weight")
                 rows = [joined.pop(f"{prefix}{part}.weight").dequantize() for part in parts]
-                whole = QuantTensor.from_floats(np.concatenate(rows), FORMATS["F32"])
-                joined[f"{prefix}{stack}.weight"] = whole
+                stacked = QuantTensor.from_floats(np.concatenate(rows), FORMATS["F32"])
+                joined[f"{prefix}{stack}.weight"] = stacked
     return joined
 
 

@@ -20,7 +20,7 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-_HERE = Path(__file__).parent
+_FOLDER = Path(__file__).parent
 _ANSWER_MS = 60_000
 _CALM = {"width": 1440, "height": 900}
 
@@ -28,7 +28,7 @@ _CALM = {"width": 1440, "height": 900}
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark every test of this folder as `page`, so that none can be forgotten."""
     for item in items:
-        if item.path.is_relative_to(_HERE):
+        if item.path.is_relative_to(_FOLDER):
             item.add_marker(pytest.mark.page)
 
 
@@ -71,7 +71,7 @@ class Server:
 
 
 @contextmanager
-def _served(model: Path, key: str | None = None, names: str = "smollm2") -> Iterator[Server]:
+def _served_page(model: Path, key: str | None = None, names: str = "smollm2") -> Iterator[Server]:
     several = ["--models", ",".join(f"{name}={model}" for name in names.split())]
     models = several if " " in names else [str(model), "--name", names]
     with socket.socket() as free:
@@ -102,35 +102,35 @@ def browser() -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def server(browser: Any, smollm2_path: Path) -> Iterator[Server]:
     """One server for the tests that leave it as they found it."""
-    with _served(smollm2_path) as server:
+    with _served_page(smollm2_path) as server:
         yield server
 
 
 @pytest.fixture
 def own_server(browser: Any, smollm2_path: Path) -> Iterator[Server]:
     """A server that the test may stop."""
-    with _served(smollm2_path) as server:
+    with _served_page(smollm2_path) as server:
         yield server
 
 
 @pytest.fixture
 def key_server(browser: Any, smollm2_path: Path) -> Iterator[Server]:
     """A server that asks for the key "sk-right"."""
-    with _served(smollm2_path, "sk-right") as server:
+    with _served_page(smollm2_path, "sk-right") as server:
         yield server
 
 
 @pytest.fixture
 def models_server(browser: Any, smollm2_path: Path) -> Iterator[Server]:
     """A server of two models, which are loaded when they are asked for."""
-    with _served(smollm2_path, names="first second") as server:
+    with _served_page(smollm2_path, names="first second") as server:
         yield server
 
 
 @pytest.fixture
 def gap_server(browser: Any, real_model: Callable[[str], Path]) -> Iterator[Server]:
     """A server whose model fills gaps; skips where that is not in the cache."""
-    with _served(real_model("qwen2.5-coder-0.5b")) as server:
+    with _served_page(real_model("qwen2.5-coder-0.5b")) as server:
         yield server
 
 
@@ -213,7 +213,7 @@ def visit(browser: Any) -> Iterator[Callable[..., Visit]]:
         page = context.new_page()
         visit = Visit(page, [])
         contexts.append((context, visit, allowed))
-        page.on("console", lambda said: _note(visit, said))
+        page.on("console", lambda message: _note(visit, message))
         page.on("pageerror", lambda error: visit.complaints.append(str(error)))
         page.goto(server.url + path)
         page.wait_for_selector("#lamp[data-state=ok]")
@@ -239,6 +239,6 @@ def _stream(deltas: list[dict[str, Any]]) -> dict[str, str]:
     return {"content_type": "text/event-stream", "body": body}
 
 
-def _note(visit: Visit, said: Any) -> None:
-    if said.type in {"error", "warning"}:
-        visit.complaints.append(said.text)
+def _note(visit: Visit, message: Any) -> None:
+    if message.type in {"error", "warning"}:
+        visit.complaints.append(message.text)

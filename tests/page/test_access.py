@@ -155,8 +155,8 @@ def test_on_a_phone_closing_and_deleting_look_different(visit: Visiting, server:
     assert len(shapes) == 5  # to close, and to rename and delete two conversations
     assert len({*shapes}) == 3
     opacity = "all => all.map((one) => getComputedStyle(one).opacity)"
-    shown = visit.page.locator(".sidebar .acts").evaluate_all(opacity)
-    assert shown == ["1", "1"]  # no finger hovers over them
+    opacities = visit.page.locator(".sidebar .acts").evaluate_all(opacity)
+    assert opacities == ["1", "1"]  # no finger hovers over them
     visit.page.tap("[aria-label='Delete “first”']")
     assert visit.page.locator(".conversations .open").all_inner_texts() == ["second"]
 
@@ -175,8 +175,8 @@ def test_a_touched_token_tells_of_itself_in_whole_words(visit: Visiting, server:
     )
     visit.send("hello")
     card = visit.page.locator(".reply .token-card")
-    for place, word in enumerate(words):
-        visit.page.locator(".reply .token").nth(place).tap()
+    for word_index, word in enumerate(words):
+        visit.page.locator(".reply .token").nth(word_index).tap()
         assert card.is_visible()
         assert card.locator("p code").inner_text() == word.replace(" ", "␣")
         assert set(card.locator("code, p span").evaluate_all(NUM_LINES)) == {1}
@@ -188,14 +188,14 @@ def test_a_touched_token_tells_of_itself_in_whole_words(visit: Visiting, server:
     assert card.is_hidden()
 
 
-def _likely(words: list[str], place: int) -> dict[str, Any]:
+def _likely(words: list[str], index: int) -> dict[str, Any]:
     """Return the chunk of a stream that has one of the words, with all as what else might be."""
     tokens: list[dict[str, Any]] = [
         {"token": word, "bytes": [*word.encode()], "logprob": -1.5} for word in words
     ]
-    own = {**tokens[place], "top_logprobs": tokens[:5]}
-    delta = {"content": words[place]}
-    return {"choices": [{"index": 0, "delta": delta, "logprobs": {"content": [own]}}]}
+    token_entry = {**tokens[index], "top_logprobs": tokens[:5]}
+    delta = {"content": words[index]}
+    return {"choices": [{"index": 0, "delta": delta, "logprobs": {"content": [token_entry]}}]}
 
 
 def test_keyboard_alone_is_enough(visit: Visiting, server: Any) -> None:

@@ -28,8 +28,8 @@ def _load(server: Any, num_clients: int = 3) -> Iterator[None]:
         body = {"messages": messages, "max_tokens": 2000, "ignore_eos": True, "stream": True}
         headers = {"content-type": "application/json"}
         data = json.dumps(body).encode()
-        asked = urllib.request.Request(f"{server.url}v1/chat/completions", data, headers)
-        with urllib.request.urlopen(asked) as answer:
+        request = urllib.request.Request(f"{server.url}v1/chat/completions", data, headers)
+        with urllib.request.urlopen(request) as answer:
             while not done.is_set() and answer.readline():
                 pass
 
@@ -100,10 +100,10 @@ def test_one_of_several_models_is_chosen(models_server: Any, visit: Visiting) ->
     assert visit.page.inner_text(f"{table} [aria-pressed=true]") == "first"
     body = {"model": "second", "prompt": "A", "max_tokens": 1}
     headers = {"content-type": "application/json"}
-    asked = urllib.request.Request(
+    request = urllib.request.Request(
         f"{models_server.url}v1/completions", json.dumps(body).encode(), headers
     )
-    urllib.request.urlopen(asked).close()
+    urllib.request.urlopen(request).close()
     loaded = f"{table} tr:has-text('second'):not(:has-text('unloaded'))"
     visit.page.wait_for_selector(f"{loaded}:has-text('loaded')")
     visit.page.click(f"{table} button:has-text('first')")
@@ -115,30 +115,30 @@ def test_charts_begin_with_what_was_before(visit: Visiting, server: Any) -> None
     with _load(server):
         visit = visit(server)
         visit.page.wait_for_timeout(6000)
-        asked = []
-        visit.page.on("request", lambda request: asked.append(request.url))
+        urls = []
+        visit.page.on("request", lambda request: urls.append(request.url))
         visit.page.click("#tab-dashboard")
         line = "document.querySelector('svg.chart .line').getAttribute('d') ?? ''"
         visit.wait_for(f"({line}).split('L').length >= 3")
-        states = [url for url in asked if "/api/state" in url]
+        states = [url for url in urls if "/api/state" in url]
         assert len(states) <= 2
         assert states[0].endswith("?past=")
 
 
 def test_nothing_is_asked_while_nobody_looks(visit: Visiting, server: Any) -> None:
     visit = visit(server)
-    asked = []
-    visit.page.on("request", lambda request: asked.append(request.url))
+    urls = []
+    visit.page.on("request", lambda request: urls.append(request.url))
     visit.page.wait_for_timeout(1500)
-    assert not [url for url in asked if "/api/state" in url]
+    assert not [url for url in urls if "/api/state" in url]
     visit.page.click("#tab-dashboard")
     visit.page.wait_for_timeout(2500)
-    assert 2 <= len([url for url in asked if "/api/state" in url]) <= 4
+    assert 2 <= len([url for url in urls if "/api/state" in url]) <= 4
     visit.page.click("#tab-playground")
     visit.page.wait_for_timeout(300)
-    asked.clear()
+    urls.clear()
     visit.page.wait_for_timeout(1500)
-    assert not [url for url in asked if "/api/state" in url]
+    assert not [url for url in urls if "/api/state" in url]
 
 
 def test_dashboard_recovers_from_a_restart(visit: Visiting, own_server: Any) -> None:

@@ -98,8 +98,8 @@ def test_code_takes_the_key_out_of_the_environment(key_server: Any, visit: Visit
     page.click("button:has-text('Code')")
     assert "Bearer $TWOSTROKE_API_KEY" in page.inner_text("dialog.request")
     page.click("#request-tab-1")
-    shown = page.inner_text("dialog.request")
-    assert 'api_key=os.environ["TWOSTROKE_API_KEY"]' in shown
+    request_text = page.inner_text("dialog.request")
+    assert 'api_key=os.environ["TWOSTROKE_API_KEY"]' in request_text
     assert "sk-right" not in page.content()
 
 

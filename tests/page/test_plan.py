@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 VALUE = ".plan-results .tile:has-text('{}') .value"
 
 
-def _asked(visit: Any) -> list[dict[str, Any]]:
+def _plan_requests(visit: Any) -> list[dict[str, Any]]:
     """Note the bodies of plans that are asked for from now on."""
     bodies: list[dict[str, Any]] = []
     visit.page.on(
@@ -37,13 +37,13 @@ def test_sliders_and_lists_change_the_plan(visit: Visiting, server: Any) -> None
     assert "smollm2" in visit.page.inner_text("#view-plan .about")
     assert "no price is known" in visit.page.inner_text(".plan-results .tiles")
     before = _text(visit, "TTFT")
-    asked = _asked(visit)
+    plan_requests = _plan_requests(visit)
     visit.page.focus("#plan-prompt")
     for _ in range(4):
         visit.page.keyboard.press("ArrowLeft")
     _settle(visit)
-    assert asked[-1]["prompt"] == 512
-    assert len(asked) <= 4
+    assert plan_requests[-1]["prompt"] == 512
+    assert len(plan_requests) <= 4
     assert visit.page.get_attribute("#plan-prompt", "aria-valuetext").startswith("512")
     assert _text(visit, "TTFT") != before
     visit.page.select_option("#plan-device", "H100-SXM")
@@ -51,7 +51,10 @@ def test_sliders_and_lists_change_the_plan(visit: Visiting, server: Any) -> None
     visit.page.focus("#plan-streams")
     visit.page.keyboard.press("ArrowRight")
     _settle(visit)
-    assert asked[-1] | {"device": "H100-SXM", "weights": "w4a16", "streams": 1} == asked[-1]
+    assert (
+        plan_requests[-1] | {"device": "H100-SXM", "weights": "w4a16", "streams": 1}
+        == plan_requests[-1]
+    )
     assert _text(visit, "Streams") == "1"
     assert _text(visit, "Cost").startswith("$")
     assert "RunPod" in visit.page.inner_text("#view-plan .about")
@@ -83,10 +86,10 @@ def test_what_cannot_be_is_said_with_what_would_do(visit: Visiting, server: Any)
     visit.page.wait_for_selector(VALUE.format("TTFT"))
     visit.page.fill("#plan-ttft_s", "0.001")
     visit.page.wait_for_selector(".plan-answer[data-kind=wrong]:has-text('times the objective')")
-    asked = _asked(visit)
+    plan_requests = _plan_requests(visit)
     visit.page.fill("#plan-ttft_s", "-3")
     _settle(visit)
-    assert not asked
+    assert not plan_requests
     assert visit.page.get_attribute("#plan-ttft_s", "aria-invalid") == "true"
     error = {"error": {"message": "16 plans are waiting."}}
     visit.page.route("**/api/plan", lambda route: route.fulfill(status=429, json=error))

@@ -256,11 +256,11 @@ def test_conversations_are_kept_and_travel(visit: Visiting, server: Any, tmp_pat
 
 def test_old_conversations_give_way(visit: Visiting, server: Any) -> None:
     visit = visit(server)
-    kept = [
+    conversations = [
         {"id": str(i), "turns": [{"prompt": f"{i} " + "x" * 100_000, "replies": []}]}
         for i in range(80)
     ]
-    body = {"format": "twostroke-conversations-1", "conversations": kept}
+    body = {"format": "twostroke-conversations-1", "conversations": conversations}
     file = {"name": "x.json", "mimeType": "application/json", "buffer": json.dumps(body).encode()}
     visit.page.set_input_files("input[type=file]", file)
     visit.page.wait_for_selector("#toasts:has-text('80 conversations')")
@@ -421,14 +421,14 @@ def test_a_chat_is_renamed_and_found_by_its_name_and_its_words(
     visit.page.press(".conversations input", "Enter")
     titles = visit.page.locator(".conversations .open")
     assert titles.all_inner_texts() == ["Tell me of rockets.", "Sea animals"]
-    for words, found in (
+    for words, titles_found in (
         ("WHALES", ["Sea animals"]),
         ("animals sea", ["Sea animals"]),
         ("tell", ["Tell me of rockets.", "Sea animals"]),
         ("nowhere", []),
     ):
         visit.page.fill("[aria-label='Search conversations']", words)
-        assert titles.all_inner_texts() == found
+        assert titles.all_inner_texts() == titles_found
     assert visit.page.inner_text(".conversations .none") == "No matches."
     visit.page.reload()
     visit.page.wait_for_selector("#lamp[data-state=ok]")

@@ -65,14 +65,14 @@ def test_markdown_stays_with_log_probabilities(visit: Visiting, server: Any) -> 
         form_regex=re.escape(text).replace("\\\n", r"\n"),
     )
     visit.send("Why?")
-    shown = visit.page.locator(".reply .token-text")
+    token_texts = visit.page.locator(".reply .token-text")
     for tag, words in {"strong": "very", "p code": "print(1)", "pre": "for x in y:"}.items():
-        assert shown.locator(tag).inner_text() == words
-    assert shown.locator("li").all_inner_texts() == ["one", "two"]
-    assert shown.locator(".as-h1").inner_text() == "Sky"
-    assert shown.locator("figcaption .token").count() == 0
-    letters = "".join(shown.locator(".token").all_text_contents())
+        assert token_texts.locator(tag).inner_text() == words
+    assert token_texts.locator("li").all_inner_texts() == ["one", "two"]
+    assert token_texts.locator(".as-h1").inner_text() == "Sky"
+    assert token_texts.locator("figcaption .token").count() == 0
+    letters = "".join(token_texts.locator(".token").all_text_contents())
     assert "".join(letters.split()) == "SkyItisveryblue,print(1):forxiny:onetwo"
-    strong = shown.locator("strong .token").first
+    strong = token_texts.locator("strong .token").first
     strong.hover()
     assert "ver" in visit.page.inner_text(".token-card:visible p code")

@@ -61,12 +61,16 @@ def test_model_calls_reads_the_result_and_answers(visit: Visiting, server: Any) 
     visit.page.wait_for_selector(".next .figures")
     body = json.loads(sent.value.post_data)
     assert "tool_choice" not in body  # or it would have to call for ever
-    user, asked, told = body["messages"]
-    [made] = asked["tool_calls"]
+    user, call_message, result_message = body["messages"]
+    [tool_call] = call_message["tool_calls"]
     assert user == {"role": "user", "content": QUESTION}
-    assert made["function"]["name"] == "weather"
-    assert set(json.loads(made["function"]["arguments"])) == {"city"}
-    assert told == {"role": "tool", "tool_call_id": made["id"], "content": '{"celsius": 18}'}
+    assert tool_call["function"]["name"] == "weather"
+    assert set(json.loads(tool_call["function"]["arguments"])) == {"city"}
+    assert result_message == {
+        "role": "tool",
+        "tool_call_id": tool_call["id"],
+        "content": '{"celsius": 18}',
+    }
     assert visit.page.locator(".trouble:visible").count() == 0
 
 
@@ -84,11 +88,13 @@ def test_results_of_several_calls_go_with_their_ids(visit: Visiting, server: Any
     with visit.page.expect_request("**/v1/chat/completions") as sent:
         visit.page.keyboard.press("Enter")
     _wait_for_step(visit, "Warm and full.")
-    _, asked, *told = _messages(sent)
-    assert asked["content"] == "Let me look."
-    assert [call["id"] for call in asked["tool_calls"]] == ["id-weather", "id-population"]
-    assert {call["function"]["arguments"] for call in asked["tool_calls"]} == {'{"city": "Rome"}'}
-    assert [(message["tool_call_id"], message["content"]) for message in told] == [
+    _, call_message, *result_messages = _messages(sent)
+    assert call_message["content"] == "Let me look."
+    assert [call["id"] for call in call_message["tool_calls"]] == ["id-weather", "id-population"]
+    assert {call["function"]["arguments"] for call in call_message["tool_calls"]} == {
+        '{"city": "Rome"}'
+    }
+    assert [(message["tool_call_id"], message["content"]) for message in result_messages] == [
         ("id-weather", "18 degrees"),
         ("id-population", "three\nmillion"),
     ]
@@ -124,8 +130,8 @@ def test_other_results_are_another_way_on(visit: Visiting, server: Any) -> None:
 
 def test_whole_turns_are_kept_and_begin_anew_where_wanted(visit: Visiting, server: Any) -> None:
     visit = visit(server)
-    again = _calls("weather")
-    visit.tell(_calls("weather"), _calls("population"), _says("All known."), again)
+    second_calls = _calls("weather")
+    visit.tell(_calls("weather"), _calls("population"), _says("All known."), second_calls)
     visit.send(QUESTION)
     visit.page.fill(FIRST, "18")
     visit.page.press(FIRST, "Enter")

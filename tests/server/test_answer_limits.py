@@ -35,16 +35,16 @@ if TYPE_CHECKING:
     from support.replicas import LiveRouter
 
 CONTEXT = 1000
-SAID = [{"role": "user", "content": "Hi"}]
+MESSAGES = [{"role": "user", "content": "Hi"}]
 BODIES: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": SAID},
+    "/v1/chat/completions": {"messages": MESSAGES},
     "/v1/completions": {"prompt": "Hi"},
     "/v1/responses": {"input": "Hi"},
     "/v1/responses/compact": {"input": "Hi"},
-    "/v1/messages": {"messages": SAID},
+    "/v1/messages": {"messages": MESSAGES},
     "/completion": {"prompt": "Hi"},
     "/infill": {"input_prefix": "Hi", "input_suffix": ""},
-    "/api/chat": {"messages": SAID},
+    "/api/chat": {"messages": MESSAGES},
     "/api/generate": {"prompt": "Hi"},
 }
 # Each field that limits an answer somewhere, in every path: most paths ignore or refuse most.
@@ -66,11 +66,11 @@ def spellings(path: str) -> list[dict[str, Any]]:
     result: list[dict[str, Any]] = [{}, needed]
     for name, value in itertools.product(LIMITS, VALUES):
         result += [{name: value}, needed | {name: value}, {"options": {name: value}}]
-    for (one, other), first, second in itertools.product(
+    for (first_name, other), first, second in itertools.product(
         itertools.permutations(LIMITS, 2), (1, -1, 0, None, 7.0), (3, -1, None, "3")
     ):
-        result.append({one: first, other: second})
-        result.append({one: first, "options": {other: second}})
+        result.append({first_name: first, other: second})
+        result.append({first_name: first, "options": {other: second}})
     for name, value in itertools.product(COUNTS, VALUES):
         result.append(needed | {name: value, LIMITS[0]: 5})
         result.append(needed | {name: value, "n": 2, "n_predict": 5, "best_of": value})
@@ -87,8 +87,8 @@ def replicas_count(path: str, body: bytes, *, is_llama_path: bool = False) -> in
     dialect = GENERATION_PROTOCOLS[path]
     reader = (dialect.read_as_llama_server if is_llama_path else None) or dialect.read
     try:
-        asked, _ = BodyDecoder(dialect.request, 64).decode(body)
-        job = reader(asked, Tenant("", ResponseStore(10, 100_000)))
+        decoded, _ = BodyDecoder(dialect.request, 64).decode(body)
+        job = reader(decoded, Tenant("", ResponseStore(10, 100_000)))
     except TwostrokeError:
         return None
     limit = job.params.max_tokens
@@ -155,7 +155,7 @@ def test_every_field_with_a_whole_number_is_a_limit_or_none() -> None:
 
 def _whole_numbers(kind: type[msgspec.Struct]) -> Iterator[str]:
     """Yield the names of integer fields in a request and in the objects that it contains."""
-    known, waiting = set[type](), [kind]
+    known_types, waiting = set[type](), [kind]
     while waiting:
         struct = inspect.type_info(waiting.pop())
         assert isinstance(struct, inspect.StructType)
@@ -165,8 +165,8 @@ def _whole_numbers(kind: type[msgspec.Struct]) -> Iterator[str]:
                 is_inner = isinstance(item, inspect.StructType) and field.name == "options"
                 if isinstance(part, inspect.IntType):
                     yield field.encode_name
-                elif is_inner and item.cls not in known:
-                    known.add(item.cls)
+                elif is_inner and item.cls not in known_types:
+                    known_types.add(item.cls)
                     waiting.append(item.cls)
 
 
@@ -195,12 +195,12 @@ def test_a_server_writes_no_more_than_its_router_counts(
     router: LiveRouter, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The router counts the most tokens that a request may get; random requests never get more."""
-    counted: list[int] = []
+    limits: list[int] = []
     count = RoutedPrompt.max_answer_tokens
 
     def noted(self: RoutedPrompt, *args: Any, **options: Any) -> int:
-        counted.append(count(self, *args, **options))
-        return counted[-1]
+        limits.append(count(self, *args, **options))
+        return limits[-1]
 
     monkeypatch.setattr(RoutedPrompt, "max_answer_tokens", noted)
     draw, written = random.Random(path), list[int]()
@@ -212,7 +212,7 @@ def test_a_server_writes_no_more_than_its_router_counts(
             assert answer.status_code in {200, 400}, answer.text
             if answer.status_code == 200:
                 written.append(num_written(answer.json()))
-                assert written[-1] <= counted[-1], (text, counted[-1], answer.text[:300])
+                assert written[-1] <= limits[-1], (text, limits[-1], answer.text[:300])
     assert any(written)
 
 

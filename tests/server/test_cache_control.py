@@ -55,7 +55,7 @@ def test_a_wrong_way_to_keep_a_prompt_is_refused_with_the_nearest_word(tmp_path:
     anthropic, openai = "/v1/messages", "/v1/chat/completions"
     marks = {"type": "ephemeral", "ttl": "2h"}, {"type": "ephemral"}
     system = [{"type": "text", "text": "Be brief.", "cache_control": marks[0]}]
-    asked = [
+    cases = [
         (anthropic, {"cache_control": marks[0]}, "cache_control.ttl must be one of 1h, 5m"),
         (anthropic, {"cache_control": marks[1]}, "Did you mean 'ephemeral'?"),
         (anthropic, {"cache_control": "5m"}, "cache_control must be an object"),
@@ -65,11 +65,11 @@ def test_a_wrong_way_to_keep_a_prompt_is_refused_with_the_nearest_word(tmp_path:
         ("/v1/responses", {"prompt_cache_retention": "forever"}, "must be one of 24h, in-memory"),
     ]
     with live_server(tmp_path, ServeOptions(drain_s=1)) as server:
-        for path, fields, said in asked:
+        for path, fields, reason in cases:
             body = {"max_tokens": 1, "messages": HELLO}
             body = {"input": "hello"} if path == "/v1/responses" else body
             answer = server.http.post(path, json=body | fields)
-            assert (answer.status_code, said in answer.text) == (400, True), answer.text
+            assert (answer.status_code, reason in answer.text) == (400, True), answer.text
         body = {"messages": HELLO, "max_tokens": 1, "prompt_cache_retention": "in_memory"}
         answer = server.http.post(openai, json=body)
         assert (answer.status_code, answer.headers.get("twostroke-ignored")) == (200, None)

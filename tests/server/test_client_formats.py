@@ -58,8 +58,8 @@ def called(path: str, arguments: dict[str, Any]) -> list[Fields]:
         call: Fields = {"type": "function_call", "call_id": "c", "name": "f", **arguments}
         return [USER, call, {"type": "function_call_output", "call_id": "c", "output": "x"}]
     if path == MESSAGES:
-        given = {"input": arguments["arguments"]} if arguments else {}
-        block = {"type": "tool_use", "id": "c", "name": "f", **given}
+        input_fields = {"input": arguments["arguments"]} if arguments else {}
+        block = {"type": "tool_use", "id": "c", "name": "f", **input_fields}
         result = {"type": "tool_result", "tool_use_id": "c", "content": "x"}
         return [USER, {"role": "assistant", "content": [block]}, USER | {"content": [result]}]
     function = {"name": "f", **arguments}

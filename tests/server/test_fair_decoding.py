@@ -84,27 +84,27 @@ def test_new_tenant_gets_no_credit_for_time_before_it_came(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def submit() -> None:
-        clock_s, order, held = [0.0], list[str](), FairQueue()
+        clock_s, order, fair_queue = [0.0], list[str](), FairQueue()
         monkeypatch.setattr(turns, "time", SimpleNamespace(monotonic=lambda: clock_s[0]))
 
         async def use(tenant: str) -> None:
-            turn = await held.take(tenant)
+            turn = await fair_queue.take(tenant)
             order.append(tenant)
             clock_s[0] += 10
-            held.end(turn)
+            fair_queue.end(turn)
 
         async def queue(tenant: str, count: int) -> list[asyncio.Task[None]]:
             tasks = [asyncio.create_task(use(tenant)) for _ in range(count)]
             await asyncio.sleep(0)
             return tasks
 
-        begun = await held.take("a")
-        waiting = asyncio.create_task(held.take("batch", is_last=True))
+        begun = await fair_queue.take("a")
+        waiting = asyncio.create_task(fair_queue.take("batch", is_last=True))
         tasks = await queue("a", 5)
-        held.end(begun)
+        fair_queue.end(begun)
         last = await waiting
         tasks += await queue("a", 3) + await queue("b", 9)
-        held.end(last)
+        fair_queue.end(last)
         await asyncio.gather(*tasks)
         assert order[5:9] == ["b", "a", "b", "a"]
 
@@ -113,16 +113,16 @@ def test_new_tenant_gets_no_credit_for_time_before_it_came(
 
 def test_cancelled_calls_do_not_count_as_waiting() -> None:
     async def submit() -> None:
-        held = FairQueue()
-        turn = await held.take("a")
-        waiting = [asyncio.create_task(held.take("a")) for _ in range(3)]
+        fair_queue = FairQueue()
+        turn = await fair_queue.take("a")
+        waiting = [asyncio.create_task(fair_queue.take("a")) for _ in range(3)]
         await asyncio.sleep(0)
-        assert held.num_waiting("a") == 3
+        assert fair_queue.num_waiting("a") == 3
         for task in waiting[:2]:
             task.cancel()
         await asyncio.sleep(0)
-        assert held.num_waiting("a") == 1
-        held.end(turn)
-        held.end(await waiting[2])
+        assert fair_queue.num_waiting("a") == 1
+        fair_queue.end(turn)
+        fair_queue.end(await waiting[2])
 
     asyncio.run(submit())

@@ -66,8 +66,8 @@ def test_failure_before_the_first_byte_is_a_500(
             error = failed.json()["error"]
             assert error["type"] == "server_error"
             assert error["message"] == "The engine failed on this request."
-            [said] = failures(caplog, failed)
-            assert said.startswith("The engine failed on this request: ValueError: bad kernel")
+            [message] = failures(caplog, failed)
+            assert message.startswith("The engine failed on this request: ValueError: bad kernel")
         server.wait_idle()
         healthy = server.complete(prompt="world", max_tokens=2)
         assert healthy.status_code == 200
@@ -91,8 +91,8 @@ def test_failure_in_mid_stream_is_an_error_event(
         *_, error, _ = events("".join(f"{line}\n\n" for line in rest))
         assert error["error"]["type"] == "server_error"
         assert "secret" not in str(rest)
-        [said] = failures(caplog, response)
-        assert said.startswith("The engine failed on this request: ValueError: bad kernel")
+        [message] = failures(caplog, response)
+        assert message.startswith("The engine failed on this request: ValueError: bad kernel")
         server.wait_idle()
         assert server.complete(prompt=[a], max_tokens=1).status_code == 200
 
@@ -122,7 +122,7 @@ def test_unexpected_failure_has_the_form_of_the_protocol(
 ) -> None:
     with live_server(tmp_path) as server:
 
-        def fail(*_given: object) -> None:
+        def fail(*_arguments: object) -> None:
             raise ZeroDivisionError("in /secret/path.py")
 
         with monkeypatch.context() as patch:
@@ -219,17 +219,17 @@ def test_lost_ranks_are_seen_and_streams_go_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "twostroke.serve")
-    made: list[Ranks] = []
+    made_ranks: list[Ranks] = []
 
     def lose(backend: Backend) -> None:
-        made.append(Ranks(backend, steps_ahead=1))
+        made_ranks.append(Ranks(backend, steps_ahead=1))
 
     with (
         live_server(tmp_path, prepare=lose, steps_ahead=1) as server,
         ThreadPoolExecutor(1) as pool,
     ):
         expected = server.chat(max_tokens=5, temperature=0).json()["choices"]
-        [ranks] = made
+        [ranks] = made_ranks
         ranks.gate.clear()
         ranks.chance = 1.0
         waiting = pool.submit(server.chat, max_tokens=5, temperature=0)

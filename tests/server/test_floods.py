@@ -40,8 +40,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 @pytest.fixture(scope="module")
 def flood(server: LiveServer) -> Iterator[Flood]:
     assert server.thread.loop is not None
-    with closing(Flood(server.url, server.thread.loop, server.api.description())) as found:
-        yield found
+    with closing(Flood(server.url, server.thread.loop, server.api.description())) as server_flood:
+        yield server_flood
 
 
 def test_every_route_has_floods_or_reads_no_body(server: LiveServer) -> None:
@@ -61,7 +61,7 @@ def test_every_route_has_floods_or_reads_no_body(server: LiveServer) -> None:
 
 def test_no_body_of_any_path_keeps_others_waiting(server: LiveServer, flood: Flood) -> None:
     for path in (*NEEDED, *FORMS):
-        flood.send(path, num_bytes=_NUM_BYTES, most=2)
+        flood.send(path, num_bytes=_NUM_BYTES, max_bodies=2)
     assert not flood.wrong, flood.wrong
 
 
@@ -101,5 +101,5 @@ def test_no_body_keeps_the_router_from_others(server: LiveServer) -> None:
             with closing(Flood(router.url, router.loop, described)) as flood:
                 for path in COMPUTED_PATHS:
                     if path in NEEDED:
-                        flood.send(path, num_bytes=_NUM_BYTES, most=2)
+                        flood.send(path, num_bytes=_NUM_BYTES, max_bodies=2)
     assert not flood.wrong, flood.wrong

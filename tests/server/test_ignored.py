@@ -24,7 +24,7 @@ Fields = dict[str, Any]
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "f", "strictly": 1}}
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
-LEAST: dict[str, Fields] = {
+MINIMAL_FIELDS: dict[str, Fields] = {
     CHAT: {"messages": HELLO, "max_tokens": 1},
     "/v1/completions": {"prompt": "hello", "max_tokens": 1},
     MESSAGES: {"messages": HELLO, "max_tokens": 1},
@@ -36,7 +36,7 @@ LEAST: dict[str, Fields] = {
 }
 # By path: the fields, their names in the header, and what a strict server says (empty: nothing).
 IGNORED: list[tuple[str, Fields, str, str]] = [
-    *[(path, {"none": 1}, "none", "none is not a known field") for path in LEAST],
+    *[(path, {"none": 1}, "none", "none is not a known field") for path in MINIMAL_FIELDS],
     (CHAT, {"temprature": 1}, "temprature", "temprature is not a known field. Did you mean 'temp"),
     (CHAT, {"a b,\r\nx: é": 1}, "a%20b%2C%0D%0Ax%3A%20%C3%A9", "is not a known field."),
     (CHAT, {"": 1}, "''", "'' is not a known field."),
@@ -79,7 +79,7 @@ IGNORED: list[tuple[str, Fields, str, str]] = [
 def test_field_without_effect_is_named_and_a_strict_server_refuses_it(
     server: LiveServer, strict: LiveServer, path: str, fields: Fields, names: str, sentence: str
 ) -> None:
-    body = LEAST[path] | fields
+    body = MINIMAL_FIELDS[path] | fields
     response = server.http.post(path, json=body)
     assert response.status_code == 200, response.text
     assert response.headers.get("twostroke-ignored", "") == names
@@ -91,8 +91,14 @@ def test_field_without_effect_is_named_and_a_strict_server_refuses_it(
 
 def test_answer_is_the_one_without_the_ignored_fields(server: LiveServer) -> None:
     seeded = chat_body(max_tokens=8, seed=3)
-    more = {"messages": [seeded["messages"][0] | {"x": [{"y": 1}]}], "z": {}, "max_tokens": 8.0}
-    plain, ignoring = (server.http.post(CHAT, json=seeded | fields).json() for fields in ({}, more))
+    ignored_fields = {
+        "messages": [seeded["messages"][0] | {"x": [{"y": 1}]}],
+        "z": {},
+        "max_tokens": 8.0,
+    }
+    plain, ignoring = (
+        server.http.post(CHAT, json=seeded | fields).json() for fields in ({}, ignored_fields)
+    )
     assert ignoring["choices"] == plain["choices"]
 
 
@@ -140,14 +146,14 @@ def test_ignored_fields_are_counted_by_known_names_and_logged_once(
 def test_unknown_field_that_would_change_the_answer_is_refused(
     server: LiveServer, path: str, fields: Fields
 ) -> None:
-    response = server.http.post(path, json=LEAST[path] | fields)
+    response = server.http.post(path, json=MINIMAL_FIELDS[path] | fields)
     assert response.status_code == 400
     assert "is not a known field, and the answer depends" in response.json()["error"]["message"]
 
 
 def test_minus_one_is_no_limit(server: LiveServer) -> None:
     for path, field in ((CHAT, "max_tokens"), ("/v1/completions", "max_tokens")):
-        body = LEAST[path] | {field: -1, "ignore_eos": True}
+        body = MINIMAL_FIELDS[path] | {field: -1, "ignore_eos": True}
         assert server.http.post(path, json=body).json()["usage"]["total_tokens"] == 512
 
 
@@ -166,8 +172,8 @@ def test_whole_numbers_may_have_a_fraction(server: LiveServer, fields: Fields) -
 
 @pytest.mark.parametrize("unit", ['"%d": 0', '"x": {"%d": []}', '"messages": [{"%d": 0}]'])
 def test_many_unknown_fields_leave_a_short_report(unit: str) -> None:
-    more = ", ".join(unit % n for n in range(100_000))
-    body = f'{{{more}, "messages": {json.dumps(HELLO)}}}'.encode()
+    unknown_fields = ", ".join(unit % n for n in range(100_000))
+    body = f'{{{unknown_fields}, "messages": {json.dumps(HELLO)}}}'.encode()
     _, ignored = BodyDecoder(ChatRequest, 16).decode(body)
     assert len(ignored) <= MAX_IGNORED
 

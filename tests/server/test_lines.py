@@ -53,12 +53,12 @@ def test_streams_are_read_alike_by_all_readers_of_lines(server: LiveServer, path
     assert response.status_code == 200, response.text
     lines = response.text.splitlines()
     assert lines == response.text.removesuffix("\n").split("\n")
-    shown = ""
+    text = ""
     for line in lines:
         data = line.removeprefix("data: ") if "api/" not in path else line
         if data.startswith("{"):
-            shown += texts_in(json.loads(data))
-    assert all(character in shown for character in TEXT)
+            text += texts_in(json.loads(data))
+    assert all(character in text for character in TEXT)
 
 
 @pytest.mark.parametrize("path", BODIES)

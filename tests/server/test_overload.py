@@ -71,13 +71,13 @@ def test_a_request_that_expires_in_the_queue_never_runs(tmp_path: Path, stream: 
             running = pool.submit(server.chat, max_tokens=3)
             wait_for(lambda: server.client.loop.snapshot().scheduler.num_running == 1)
             paths = ("/v1/chat/completions", "/v1/messages")
-            late = [
+            queued = [
                 pool.submit(_send_request, server, "0.2", path, stream=stream) for path in paths
             ]
             wait_for(lambda: num_unfinished(server.client.loop) == 3)
             time.sleep(0.25)
             server.backend.gate.set()
-            answers = [future.result() for future in late]
+            answers = [future.result() for future in queued]
             assert running.result().status_code == 200
         assert [answer.status_code for answer in answers] == [504] * 2
         sentence = "The request was not run: its turn did not come within its timeout of 0.2 s."
@@ -93,7 +93,7 @@ def test_a_request_that_expires_in_the_queue_never_runs(tmp_path: Path, stream: 
 def test_a_running_answer_ends_at_its_timeout(tmp_path: Path) -> None:
     with live_server(tmp_path) as server, ThreadPoolExecutor(2) as pool:
         server.backend.pause_s = 0.05
-        asked = [
+        futures = [
             pool.submit(_send_request, server, "3", max_tokens=50, ignore_eos=True, stream=stream)
             for stream in (False, True)
         ]
@@ -105,10 +105,10 @@ def test_a_running_answer_ends_at_its_timeout(tmp_path: Path) -> None:
         server.backend.gate.clear()
         time.sleep(max(0.0, begun_s + 3.3 - time.monotonic()))
         server.backend.gate.set()
-        whole, stream = (future.result() for future in asked)
-        assert whole.status_code == 504
+        whole_response, stream = (future.result() for future in futures)
+        assert whole_response.status_code == 504
         sentence = "The request was stopped: it took longer than its timeout of 3 s."
-        assert whole.json()["error"]["message"] == sentence
+        assert whole_response.json()["error"]["message"] == sentence
         *_, failed, _ = events(stream.text)
         assert failed["error"]["message"] == sentence
         server.wait_idle()
@@ -127,27 +127,29 @@ def test_a_timeout_counts_from_the_headers(tmp_path: Path, monkeypatch: pytest.M
 
         path = "/v1/chat/completions"
         answer = server.http.post(path, content=slow_body(), headers=headers)
-        compile_, found = server.client.grammars.compile, [answer]
-        slow = lambda *asked: time.sleep(0.5) or compile_(*asked)  # noqa: E731
+        compile_, responses = server.client.grammars.compile, [answer]
+        slow = lambda *arguments: time.sleep(0.5) or compile_(*arguments)  # noqa: E731
         monkeypatch.setattr(server.client.grammars, "compile", slow)
-        found.append(_send_request(server, "0.3", guided_regex="a", max_tokens=3))
-        for response in found:
+        responses.append(_send_request(server, "0.3", guided_regex="a", max_tokens=3))
+        for response in responses:
             assert response.status_code == 504
             sentence = "The request was stopped: it took longer than its timeout of 0.3 s."
             assert response.json()["error"]["message"] == sentence
         server.backend.pause_s = 0.1
         num_before = server.backend.num_steps
-        late = _send_request(server, "1.5", guided_regex="b{90}", max_tokens=40)
-        assert late.status_code == 504
-        assert "its timeout of 1.5 s" in late.json()["error"]["message"]
+        late_response = _send_request(server, "1.5", guided_regex="b{90}", max_tokens=40)
+        assert late_response.status_code == 504
+        assert "its timeout of 1.5 s" in late_response.json()["error"]["message"]
         server.wait_idle()
         assert server.backend.num_steps - num_before < 30  # an answer of 40 tokens takes 40 steps
 
 
 def test_a_job_says_how_much_of_its_timeout_is_over_when_it_is_begun() -> None:
     form = error_form({"path": "/v1/completions", "headers": []})
-    served = ServedRequest("r", form, "POST", "/v1/completions", began_s=time.monotonic() - 30)
-    job = with_spent_time(Job(None, ("a",), SamplingParams(), Caller(timeout_s=60)), served)
+    served_request = ServedRequest(
+        "r", form, "POST", "/v1/completions", began_s=time.monotonic() - 30
+    )
+    job = with_spent_time(Job(None, ("a",), SamplingParams(), Caller(timeout_s=60)), served_request)
     assert 30 <= job.caller.spent_s < 60
 
 
@@ -181,12 +183,12 @@ def test_a_draining_server_says_how_long_it_drains(tmp_path: Path) -> None:
 def test_refused_clients_come_back_one_after_another() -> None:
     now_s = 100.0
     returns = RetryAfter(lambda: now_s)
-    told = []
+    room_times = []
     for _ in range(10):
         error = OverloadedError("full", room_s=3.0, turn_s=2.0)
         returns.put_off(error, "default")
-        told.append(error.facts["room_s"])
-    assert told == [3.0 + 2.0 * index for index in range(10)]
+        room_times.append(error.facts["room_s"])
+    assert room_times == [3.0 + 2.0 * index for index in range(10)]
     other = OverloadedError("full", room_s=3.0, turn_s=2.0)
     returns.put_off(other, "flex")
     assert other.facts["room_s"] == 3.0
@@ -208,8 +210,8 @@ def test_refused_clients_come_back_one_after_another() -> None:
 
 
 def test_times_to_come_back_are_true_bounded_and_differ() -> None:
-    for room_s, least, most in ((0.0, 1, 1), (0.3, 1, 1), (20.0, 20, 25), (1e9, 48, 60)):
-        told = {int(retry_after(OverloadedError("full", room_s=room_s))) for _ in range(300)}
-        assert least <= min(told) <= max(told) <= most
-        assert len(told) == 1 or {least + 1, most} <= told
+    for room_s, min_s, max_s in ((0.0, 1, 1), (0.3, 1, 1), (20.0, 20, 25), (1e9, 48, 60)):
+        retry_times = {int(retry_after(OverloadedError("full", room_s=room_s))) for _ in range(300)}
+        assert min_s <= min(retry_times) <= max(retry_times) <= max_s
+        assert len(retry_times) == 1 or {min_s + 1, max_s} <= retry_times
     assert retry_after(OverloadedError("full")) == "1"

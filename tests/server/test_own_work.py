@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from support.servers import LiveServer
 
 WORD = "z" * 7_800_000
-SAID = [{"role": "user", "content": WORD[:3_500_000]}]  # templates render up to 4,000,000
+MESSAGES = [{"role": "user", "content": WORD[:3_500_000]}]  # templates render up to 4,000,000
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +39,14 @@ FLOODS: dict[str, dict[str, Any]] = {
     "/tokenize content": {"content": WORD},
     "/tokenize parts": {"content": [WORD, 5, "z"]},
     "/tokenize many parts": {"content": [WORD[:60_000]] * 100},
-    "/tokenize messages": {"messages": SAID},
+    "/tokenize messages": {"messages": MESSAGES},
     "/detokenize": {"tokens": [70] * 1_000_000},
-    "/v1/messages/count_tokens": {"messages": SAID},
+    "/v1/messages/count_tokens": {"messages": MESSAGES},
     "/v1/responses/input_tokens": {"input": WORD[:3_500_000]},
-    "/v1/chat/completions/input_tokens": {"messages": SAID},
+    "/v1/chat/completions/input_tokens": {"messages": MESSAGES},
     "/v1/embeddings": {"input": WORD},
     "/v1/completions": {"prompt": WORD},
-    "/v1/chat/completions": {"messages": SAID},
+    "/v1/chat/completions": {"messages": MESSAGES},
 }
 
 
@@ -79,9 +79,9 @@ def test_a_higher_limit_may_be_requested(server: LiveServer) -> None:
     body = {"prompt": text, "max_tokens": 100_000}
     ids = server.http.post("/tokenize", json=body).json()["tokens"]
     assert len(ids) == 100_000
-    again = {"tokens": ids}
-    assert "set max_tokens" in server.http.post("/detokenize", json=again).text
-    response = server.http.post("/detokenize", json=again | {"max_tokens": 100_000})
+    request_body = {"tokens": ids}
+    assert "set max_tokens" in server.http.post("/detokenize", json=request_body).text
+    response = server.http.post("/detokenize", json=request_body | {"max_tokens": 100_000})
     assert response.json()["prompt"] == text
     few = server.http.post("/tokenize", json={"prompt": "zzz", "max_tokens": 2})
     assert "max_tokens allows 2" in few.json()["error"]["message"]

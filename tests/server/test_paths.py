@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 # Each path of chat, completions, responses, conversations, embeddings, files, uploads, batches and
 # models in OpenAI's and Anthropic's SDKs, with its methods.
-SERVED = """
+SERVED_PATHS = """
 POST GET /v1/chat/completions
 GET POST DELETE /v1/chat/completions/x
 GET /v1/chat/completions/x/messages
@@ -49,7 +49,7 @@ GET /v1/messages/batches/x/results
 
 
 def test_every_path_of_the_protocols_is_served(server: LiveServer) -> None:
-    for line in SERVED.split("\n"):
+    for line in SERVED_PATHS.split("\n"):
         *methods, path = line.split() or [""]
         for method in methods:
             response = server.http.request(method, path)

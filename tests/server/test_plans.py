@@ -69,8 +69,8 @@ def test_this_machine_has_its_measured_limits(
     assert plan["roof"]["bandwidth"] == MACHINE.bandwidth
     assert plan["calibrated"] is None
     assert plan["question"]["token_budget"] == measured.api.engine.facts.config.token_budget
-    known = Calibration(POINTS, "2026-01-02", 1)
-    known_on = {measured.api.engine.facts.backend.num_threads: known}.get
+    calibration = Calibration(POINTS, "2026-01-02", 1)
+    known_on = {measured.api.engine.facts.backend.num_threads: calibration}.get
     monkeypatch.setattr(planner, "load_calibration", lambda _, count: known_on(count))
     corrected = measured.http.post(plans.PATH, json={"prompt": 64}).json()
     assert corrected["calibrated"]["date"] == "2026-01-02"
@@ -131,21 +131,21 @@ def test_more_plans_than_can_wait_are_refused(server: LiveServer) -> None:
     gate = threading.Event()
 
     async def crowd() -> list[Any]:
-        made = plans.Plans(server.api.engine, "tiny", None)
-        waiting = [made._in_turn("anna", gate.wait) for _ in range(plans._MAX_WAITING)]
-        tasks = [asyncio.ensure_future(one) for one in waiting]
+        tenant_plans = plans.Plans(server.api.engine, "tiny", None)
+        waiting = [tenant_plans._in_turn("anna", gate.wait) for _ in range(plans._MAX_WAITING)]
+        tasks = [asyncio.ensure_future(waiting_plan) for waiting_plan in waiting]
         await asyncio.sleep(0)
         with pytest.raises(OverloadedError, match="plans are waiting"):
-            await made.choices("anna")
-        other = asyncio.ensure_future(made.choices("ben"))
+            await tenant_plans.choices("anna")
+        other = asyncio.ensure_future(tenant_plans.choices("ben"))
         await asyncio.sleep(0)
         gate.set()
         await other  # one tenant's plans leave room for others
         await asyncio.gather(*tasks)
         try:
-            return (await made.choices()).weights
+            return (await tenant_plans.choices()).weights
         finally:
-            made.close()
+            tenant_plans.close()
 
     assert "fp8" in asyncio.run(crowd())
 
@@ -184,14 +184,18 @@ def test_numbers_that_nothing_can_have_are_refused(server: LiveServer, number: s
 @pytest.mark.parametrize("seed", range(2))
 def test_every_plan_keeps_to_its_question_or_is_refused(server: LiveServer, seed: int) -> None:
     draw, num_chosen = random.Random(seed), 0
-    drawn: dict[str, tuple[Any, ...]] = {
+    question_values: dict[str, tuple[Any, ...]] = {
         "prompt": (1, 100, 400, 512, 1 << 20), "output": (1, 100, 112, 512),
         "cached": (0, 0.5, 0.999), "streams": (1, 100, 10_000), "users": (1, 50, 100_000),
         "think_s": (0, 5, 1e6), "ttft_s": (1e-9, 1e-3, 1e9), "tpot_s": (1e-9, 1e-3, 1),
         "count": (1, 64), "weights": ("fp8", "w4a16"), "kv_format": ("int8",),
     }  # fmt: skip
     for _ in range(40):
-        body = {name: draw.choice(values) for name, values in drawn.items() if draw.random() < 0.4}
+        body = {
+            name: draw.choice(values)
+            for name, values in question_values.items()
+            if draw.random() < 0.4
+        }
         answer = server.http.post(plans.PATH, json={"device": "L4"} | body)
         assert answer.status_code == 200, (body, answer.text)
         plan = answer.json()

@@ -40,36 +40,36 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 
 def count(
-    server: LiveServer, path: str, fields: dict[str, Any], name: str, place: str, text: str
+    server: LiveServer, path: str, fields: dict[str, Any], name: str, count_path: str, text: str
 ) -> int:
     response = server.http.post(path, json={**fields, name: text})
     assert response.status_code == 200, response.text
     value = response.json()
-    for key in place.split("."):
+    for key in count_path.split("."):
         value = value[key]
     assert isinstance(value, int)
     return value
 
 
-@pytest.mark.parametrize(("path", "fields", "name", "place"), PATHS)
+@pytest.mark.parametrize(("path", "fields", "name", "count_path"), PATHS)
 def test_special_tokens_are_read_unless_the_request_says_no(
     server: LiveServer,
     plain: LiveServer,
     path: str,
     fields: dict[str, Any],
     name: str,
-    place: str,
+    count_path: str,
 ) -> None:
     tokenizer = server.client.card.tokenizer
     num_special = len(tokenizer.encode(RENDERED, parse_special=True))
     num_plain = len(tokenizer.encode(RENDERED))
     assert num_special < num_plain
-    asked = (path, fields, name, place, RENDERED)
-    assert count(server, *asked) == num_special
-    assert count(plain, *asked) == num_plain
+    count_arguments = (path, fields, name, count_path, RENDERED)
+    assert count(server, *count_arguments) == num_special
+    assert count(plain, *count_arguments) == num_plain
     for parses, expected in ((True, num_special), (False, num_plain)):
-        asked = (path, {**fields, "parse_special": parses}, name, place, RENDERED)
-        assert count(server, *asked) == count(plain, *asked) == expected
+        count_arguments = (path, {**fields, "parse_special": parses}, name, count_path, RENDERED)
+        assert count(server, *count_arguments) == count(plain, *count_arguments) == expected
 
 
 def test_texts_of_all_paths_for_embeddings_are_read_alike(server: LiveServer) -> None:
@@ -104,22 +104,22 @@ def test_a_prompt_that_begins_with_the_begin_token_gets_no_second_one(
     fields = {"max_tokens": 1} if path == "/v1/completions" else {"raw": True, "stream": False}
     if path == "/completion":
         fields = {"n_predict": 1}
-    place = next(place for one, _, _, place in PATHS if one == path)
+    count_path = next(count_path for path_name, _, _, count_path in PATHS if path_name == path)
     begin = SPECIAL_TOKENS[BOS_ID]
     metadata = {"tokenizer.ggml.add_bos_token": True}
     with live_server(tmp_path, metadata=metadata) as server:
         for text in ("hello", f"{begin}hello"):
-            assert count(server, path, fields, "prompt", place, text) == 2
+            assert count(server, path, fields, "prompt", count_path, text) == 2
 
 
 def test_the_begin_token_can_be_left_out(tmp_path: Path) -> None:
     metadata = {"tokenizer.ggml.add_bos_token": True}
     with live_server(tmp_path, metadata=metadata) as server:
-        for path, fields, name, place in PATHS:
+        for path, fields, name, count_path in PATHS:
             if path.startswith("/v1/") or name == "prompt" == path:
                 without = {**fields, "add_special_tokens": False}
-                assert count(server, path, fields, name, place, "hello") == 2
-                assert count(server, path, without, name, place, "hello") == 1
+                assert count(server, path, fields, name, count_path, "hello") == 2
+                assert count(server, path, without, name, count_path, "hello") == 1
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Fields = dict[str, Any]
 
 THOUGHT = "Well.\n\nI <know> it: </thin"
-SAID = f"<think>\n{THOUGHT}\n</think>\n\nIt is so.\n"
+REASONED_ANSWER = f"<think>\n{THOUGHT}\n</think>\n\nIt is so.\n"
 SCHEMA = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
 FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
@@ -56,20 +56,23 @@ def streamed(server: LiveServer, **fields: Any) -> tuple[Fields, Fields]:
     for chunk in chunks:
         for key, value in chunk["choices"][0]["delta"].items():
             if key == "tool_calls":
-                known = message.setdefault(key, [])
+                calls_so_far = message.setdefault(key, [])
                 for call in value:
-                    if call["index"] == len(known):
-                        known.append(
+                    if call["index"] == len(calls_so_far):
+                        calls_so_far.append(
                             {"function": {"name": call["function"]["name"], "arguments": ""}}
                         )
-                    known[-1]["function"]["arguments"] += call["function"]["arguments"]
+                    calls_so_far[-1]["function"]["arguments"] += call["function"]["arguments"]
             elif value:  # content begins empty, and there is no refusal
                 message[key] = message.get(key, "") + value
     return message, {"finish_reason": chunks[-1]["choices"][0]["finish_reason"], **last}
 
 
 def test_reasoning_is_separated_from_the_answer(thinking: LiveServer, always: LiveServer) -> None:
-    for server, text in ((thinking, SAID), (always, SAID.removeprefix("<think>"))):
+    for server, text in (
+        (thinking, REASONED_ANSWER),
+        (always, REASONED_ANSWER.removeprefix("<think>")),
+    ):
         tokens = say(server, text)
         body = answer(server)
         [choice] = body["choices"]
@@ -90,7 +93,7 @@ def test_reasoning_is_separated_from_the_answer(thinking: LiveServer, always: Li
 
 
 def test_reasoning_comes_while_it_is_written(thinking: LiveServer) -> None:
-    say(thinking, SAID)
+    say(thinking, REASONED_ANSWER)
     chunks = events(thinking.chat(stream=True).text)[:-1]
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert deltas[0] == {"role": "assistant", "content": "", "refusal": None}
@@ -113,7 +116,7 @@ def test_answers_without_reasoning_are_answers(thinking: LiveServer) -> None:
 def test_cut_off_reasoning_is_sent_without_an_answer(
     thinking: LiveServer, always: LiveServer
 ) -> None:
-    for server, text, num_tokens in ((thinking, SAID, 12), (always, THOUGHT, 10)):
+    for server, text, num_tokens in ((thinking, REASONED_ANSWER, 12), (always, THOUGHT, 10)):
         say(server, text)
         [choice] = answer(server, max_tokens=num_tokens)["choices"]
         assert choice["finish_reason"] == "length"
@@ -128,7 +131,7 @@ def test_cut_off_reasoning_is_sent_without_an_answer(
 
 
 def test_stop_strings_end_the_answer_and_not_the_reasoning(thinking: LiveServer) -> None:
-    say(thinking, SAID)
+    say(thinking, REASONED_ANSWER)
     [choice] = answer(thinking, stop=["\n\n", "I", " so"])["choices"]
     assert choice["message"]["reasoning_content"] == THOUGHT
     assert choice["message"]["content"] == ""
@@ -138,21 +141,21 @@ def test_stop_strings_end_the_answer_and_not_the_reasoning(thinking: LiveServer)
 
 
 def test_logprobs_tell_of_every_token(thinking: LiveServer) -> None:
-    tokens = say(thinking, SAID)
-    whole = answer(thinking, logprobs=True)["choices"][0]["logprobs"]["content"]
-    assert len(whole) == len(tokens)
+    tokens = say(thinking, REASONED_ANSWER)
+    whole_logprobs = answer(thinking, logprobs=True)["choices"][0]["logprobs"]["content"]
+    assert len(whole_logprobs) == len(tokens)
     chunks = events(thinking.chat(stream=True, logprobs=True, temperature=0).text)[:-1]
-    told = [chunk["choices"][0]["logprobs"] for chunk in chunks]
-    assert sum(len(delta["content"]) for delta in told if delta) == len(tokens)
+    delta_logprobs = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert sum(len(delta["content"]) for delta in delta_logprobs if delta) == len(tokens)
 
 
 def test_switches_of_the_template_are_obeyed(thinking: LiveServer) -> None:
-    say(thinking, SAID)
+    say(thinking, REASONED_ANSWER)
     kwargs = {"chat_template_kwargs": {"enable_thinking": False}}
     counts = set()
     for fields in (kwargs, {"reasoning_effort": "none"}):
         body = answer(thinking, **fields)
-        assert body["choices"][0]["message"]["content"] == SAID  # it was not to reason
+        assert body["choices"][0]["message"]["content"] == REASONED_ANSWER  # it was not to reason
         counts.add(body["usage"]["prompt_tokens"])
     plain = answer(thinking, reasoning_effort="high")
     assert plain["choices"][0]["message"]["reasoning_content"] == THOUGHT
@@ -161,9 +164,9 @@ def test_switches_of_the_template_are_obeyed(thinking: LiveServer) -> None:
     request = {"messages": [{"role": "user", "content": "hello"}]}
     count = {"count": 0}
     for fields in ({}, kwargs):
-        told = thinking.http.post("/tokenize", json={**request, **fields}).json()
-        assert told["count"] > count["count"]
-        count = told
+        tokenized = thinking.http.post("/tokenize", json={**request, **fields}).json()
+        assert tokenized["count"] > count["count"]
+        count = tokenized
 
 
 @pytest.mark.parametrize(
@@ -253,11 +256,11 @@ def test_calls_come_behind_the_reasoning(thinking: LiveServer, always: LiveServe
         say(server, f"{begin}I call <tool_call> it.</think>\n\n{CALL}")
         for choice in ("auto", "required", {"type": "function", "function": {"name": "f"}}):
             fields = {"tools": [TOOL], "tool_choice": choice}
-            whole = answer(server, **fields)["choices"][0]
-            assert whole["finish_reason"] == "tool_calls"
-            assert whole["message"]["content"] is None
-            assert whole["message"]["reasoning_content"] == "I call <tool_call> it."
-            [call] = whole["message"]["tool_calls"]
+            whole_choice = answer(server, **fields)["choices"][0]
+            assert whole_choice["finish_reason"] == "tool_calls"
+            assert whole_choice["message"]["content"] is None
+            assert whole_choice["message"]["reasoning_content"] == "I call <tool_call> it."
+            [call] = whole_choice["message"]["tool_calls"]
             assert call["function"] == {"name": "f", "arguments": '{"a": 1}'}
             message, last = streamed(server, **fields)
             assert message["reasoning_content"] == "I call <tool_call> it."
@@ -325,7 +328,7 @@ def test_begun_answers_go_on_where_they_are(thinking: LiveServer) -> None:
 
 
 def test_a_request_may_leave_reasoning_in_the_text(thinking: LiveServer) -> None:
-    say(thinking, SAID)
+    say(thinking, REASONED_ANSWER)
     for name in ("auto", "deepseek"):
         message = answer(thinking, reasoning_format=name)["choices"][0]["message"]
         assert (message["reasoning_content"], message["content"]) == (THOUGHT, "It is so.\n")
@@ -333,23 +336,25 @@ def test_a_request_may_leave_reasoning_in_the_text(thinking: LiveServer) -> None
         answer(thinking, reasoning_format="none")["choices"][0]["message"],
         streamed(thinking, reasoning_format="none")[0],
     ):
-        assert message["content"] == SAID
+        assert message["content"] == REASONED_ANSWER
         assert "reasoning_content" not in message
 
 
 def test_reasoning_may_be_left_in_the_text(tmp_path: Any) -> None:
     options = ServeOptions(drain_s=1, splits_reasoning=False)
     with talker(tmp_path, family_templates.THINKS, options=options) as server:
-        say(server, SAID)
+        say(server, REASONED_ANSWER)
         body = answer(server)
         message = body["choices"][0]["message"]
-        assert message == {"role": "assistant", "content": SAID, "refusal": None}
-        assert answer(server, stop=["It"])["choices"][0]["message"]["content"] == SAID[:-10]
+        assert message == {"role": "assistant", "content": REASONED_ANSWER, "refusal": None}
+        assert (
+            answer(server, stop=["It"])["choices"][0]["message"]["content"] == REASONED_ANSWER[:-10]
+        )
         say(server, '<think>a</think>{"a": 1}')
         text = answer(server, response_format=FORM)["choices"][0]["message"]["content"]
         assert json.loads(text.partition("</think>")[2]) == {"a": 1}
-        apart = answer(server, reasoning_format="deepseek")["choices"][0]["message"]
-        assert apart["reasoning_content"] == "a"
+        separated = answer(server, reasoning_format="deepseek")["choices"][0]["message"]
+        assert separated["reasoning_content"] == "a"
 
 
 def test_marks_that_are_control_tokens_are_seen(tmp_path: Any) -> None:

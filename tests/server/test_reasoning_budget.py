@@ -118,8 +118,10 @@ def test_switches_of_other_clients_work_in_chats(always: LiveServer) -> None:
     assert (message["reasoning_content"], message["content"]) == (thought, "It is so.")
     response = always.chat(thinking={"type": "much"}, enable_thinking="yes")
     assert response.headers["twostroke-ignored"] == "thinking, enable_thinking"
-    said = refused(always.chat(thinking={"budget_tokens": -5}), 400, "thinking.budget_tokens")
-    assert "must be from -1" in said
+    refusal_text = refused(
+        always.chat(thinking={"budget_tokens": -5}), 400, "thinking.budget_tokens"
+    )
+    assert "must be from -1" in refusal_text
 
 
 def test_efforts_are_budgets_where_the_template_has_none(always: LiveServer) -> None:
@@ -213,5 +215,5 @@ def test_wrong_budgets_are_refused(always: LiveServer, value: Any) -> None:
 def test_a_budget_beyond_the_context_is_refused_by_strict_limits(tmp_path: Any) -> None:
     options = ServeOptions(drain_s=1, strict_limits=True)
     with talker(tmp_path, family_templates.ALWAYS_THINKS, options=options) as server:
-        said = refused(server.chat(thinking_token_budget=4096), 400, "thinking_token_budget")
-        assert "must be less than the context length of 4096, got 4096" in said
+        message = refused(server.chat(thinking_token_budget=4096), 400, "thinking_token_budget")
+        assert "must be less than the context length of 4096, got 4096" in message

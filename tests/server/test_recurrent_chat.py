@@ -72,12 +72,12 @@ def test_only_models_with_recurrent_layers_render_other_conversations(
     num_rendered = 0
     render = Chat.render
 
-    def counted(self: Chat, *args: Any, **kwargs: Any) -> Any:
+    def counting_render(self: Chat, *args: Any, **kwargs: Any) -> Any:
         nonlocal num_rendered
         num_rendered += 1
         return render(self, *args, **kwargs)
 
-    monkeypatch.setattr(Chat, "render", counted)
+    monkeypatch.setattr(Chat, "render", counting_render)
     messages = [{"role": "user", "content": "Hello"}]
     for family, num_states, expected in (("qwen3", 0, 1), ("qwen3.5", 8, 3)):
         with tiny_client(tmp_path, tiny_of(family), num_states=num_states) as (client, _):

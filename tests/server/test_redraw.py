@@ -37,7 +37,7 @@ TAGS: Fields = {
     "additionalProperties": False,
 }
 WRONG = '{"title": "One", "tags": ["One", "Ones", "One"]}'
-AGAIN = '{"title": "One", "tags": ["One", "Ones", "Ones"]}'
+DUPLICATES = '{"title": "One", "tags": ["One", "Ones", "Ones"]}'
 RIGHT = '{"title": "One", "tags": ["One", "Ones", "Onesie"]}'
 # As many wrong answers as are drawn at most: each repeats an item that is not excluded yet.
 _ITEMS = ("One", "Ones", "Onesie", "Onto", "Oak", "Two", "Axe", "Bee", "Cap")
@@ -139,7 +139,7 @@ def texts(path: str, text: str, *, stream: bool) -> str:
 def test_a_wrong_answer_is_generated_again_from_its_first_wrong_value_on(
     server: LiveServer, path: str, body: Fields
 ) -> None:
-    say(server, WRONG, AGAIN, RIGHT)
+    say(server, WRONG, DUPLICATES, RIGHT)
     for stream in (False, True):
         response = send_request(server, path, body, stream=stream)
         assert response.status_code == 200, response.text
@@ -184,12 +184,12 @@ def test_wrong_arguments_of_calls_are_generated_again_or_reported(server: LiveSe
     for is_strict, stream, is_mended in product((False, True), (False, True), (False, True)):
         function = {"name": "note", "parameters": TAGS, "strict": is_strict}
         tools = [{"type": "function", "function": function}]
-        said = [
+        answers = [
             f'<tool_call>\n{{"name": "note", "arguments": {{"title": "a", "tags": ["b"]}}}}\n'
             f'</tool_call>\n<tool_call>\n{{"name": "note", "arguments": {arguments}}}\n</tool_call>'
-            for arguments in ([WRONG, AGAIN, RIGHT] if is_mended else WRONGS)
+            for arguments in ([WRONG, DUPLICATES, RIGHT] if is_mended else WRONGS)
         ]
-        say(server, *said)
+        say(server, *answers)
         body = {"messages": TALK, "tools": tools}
         response = send_request(server, "/v1/chat/completions", body, stream=stream)
         assert response.status_code == (500 if is_strict and not stream and not is_mended else 200)
@@ -209,7 +209,7 @@ def test_wrong_arguments_of_calls_are_generated_again_or_reported(server: LiveSe
 
 
 def test_a_stream_goes_on_until_the_first_value_that_may_change(server: LiveServer) -> None:
-    say(server, WRONG, AGAIN, RIGHT)
+    say(server, WRONG, DUPLICATES, RIGHT)
     _, body = STRICT[0]
     events = documents(send_request(server, "/v1/chat/completions", body, stream=True).text)
     chunks = [
@@ -293,13 +293,13 @@ def test_a_cut_off_answer_is_not_generated_again(server: LiveServer) -> None:
 def test_a_complete_value_is_checked_though_the_limit_leaves_no_token_for_the_end(
     server: LiveServer, path: str, limit: Fields, stream: bool
 ) -> None:
-    say(server, WRONG, AGAIN)
+    say(server, WRONG, DUPLICATES)
     num_tokens = len(server.client.card.tokenizer.encode(WRONG))
     fields = json.loads(json.dumps(limit, default=lambda _: num_tokens))
     body = PROTOCOLS[path][0]
     assert body is not None
     response = server.http.post(path, json={"temperature": 0, **body, **fields, "stream": stream})
-    assert texts(path, response.text, stream=stream) == AGAIN[: len(WRONG)]
+    assert texts(path, response.text, stream=stream) == DUPLICATES[: len(WRONG)]
     assert "schema_miss" not in response.text
 
 
@@ -310,7 +310,7 @@ def test_a_complete_call_before_the_cut_is_checked(server: LiveServer, stream: b
     body = {"messages": TALK, "tools": [{"type": "function", "function": function}]}
     num_tokens = len(server.client.card.tokenizer.encode(call(WRONG), parse_special=True)) + 40
     limited = body | {"max_tokens": num_tokens}
-    say(server, *(f"{call(wrong)}\n{call(RIGHT)}" for wrong in (WRONG, AGAIN, RIGHT)))
+    say(server, *(f"{call(wrong)}\n{call(RIGHT)}" for wrong in (WRONG, DUPLICATES, RIGHT)))
     response = send_request(server, "/v1/chat/completions", limited, stream=stream)
     assert '"finish_reason":"length"' in response.text
     assert "Onesie" in response.text

@@ -188,8 +188,8 @@ TURNS = [{"role": "user", "content": "a"}] * 10_001
 def test_a_conversation_of_too_many_messages_is_refused(
     server: LiveServer, path: str, field: str
 ) -> None:
-    more = {"max_tokens": 2} if path == "/v1/messages" else {}
-    response = server.http.post(path, json={field: TURNS, **more})
+    required_fields = {"max_tokens": 2} if path == "/v1/messages" else {}
+    response = server.http.post(path, json={field: TURNS, **required_fields})
     assert response.status_code == 400
     body = response.json()["error"]["message"]
     assert body.startswith(field)

@@ -65,8 +65,8 @@ def test_port_out_of_range_is_refused(port: int) -> None:
 
 
 def test_taken_port_ends_the_process(tmp_path: Path) -> None:
-    with bind("127.0.0.1", 0) as taken:
-        port = str(taken.getsockname()[1])
+    with bind("127.0.0.1", 0) as listening_socket:
+        port = str(listening_socket.getsockname()[1])
         done = subprocess.run(
             command(tmp_path, port, "1"),
             env=environment(),
@@ -82,7 +82,7 @@ def test_taken_port_ends_the_process(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_lets_running_requests_finish(tmp_path: Path, number: int) -> None:
-    with served(tmp_path, "60", "paced") as (process, url):
+    with served_process(tmp_path, "60", "paced") as (process, url):
         body = chat_body(
             max_tokens=40,
             ignore_eos=True,
@@ -110,7 +110,7 @@ def has_arrived(url: str) -> bool:
 
 
 def test_signal_starts_a_batch_that_waits_to_be_full(tmp_path: Path) -> None:
-    with served(tmp_path, "20", "static") as (process, url), ThreadPoolExecutor(1) as pool:
+    with served_process(tmp_path, "20", "static") as (process, url), ThreadPoolExecutor(1) as pool:
         body = chat_body(max_tokens=4)
         answer = pool.submit(httpx.post, url + PATH, json=body, timeout=60, trust_env=False)
         wait_for(lambda: has_arrived(url))
@@ -124,7 +124,10 @@ def test_signal_starts_a_batch_that_waits_to_be_full(tmp_path: Path) -> None:
 @pytest.mark.parametrize("twice", [False, True])
 def test_limit_or_second_signal_cuts_off(tmp_path: Path, stream: bool, twice: bool) -> None:
     drain_s = "60" if twice else "0.5"
-    with served(tmp_path, drain_s, "stuck") as (process, url), ThreadPoolExecutor(1) as pool:
+    with (
+        served_process(tmp_path, drain_s, "stuck") as (process, url),
+        ThreadPoolExecutor(1) as pool,
+    ):
         body = chat_body(stream=stream)
         answer = pool.submit(httpx.post, url + PATH, json=body, timeout=60, trust_env=False)
         wait_for(lambda: has_arrived(url))
@@ -139,7 +142,7 @@ def test_limit_or_second_signal_cuts_off(tmp_path: Path, stream: bool, twice: bo
 
 def test_draining_server_says_so_until_the_last_answer_is_out(tmp_path: Path) -> None:
     with (
-        served(tmp_path, "60", "stuck") as (process, url),
+        served_process(tmp_path, "60", "stuck") as (process, url),
         ThreadPoolExecutor(1) as pool,
         httpx.Client(base_url=url, timeout=60, trust_env=False) as idle,
     ):
@@ -149,13 +152,13 @@ def test_draining_server_says_so_until_the_last_answer_is_out(tmp_path: Path) ->
         process.terminate()
         wait_for(lambda: httpx.get(url + "/health", trust_env=False).status_code == 503)
         assert idle.get("/health").json()["status"] == "draining"  # on its open connection
-        late = idle.post(PATH, json=chat_body())
-        assert "The server is stopping" in late.json()["error"]["message"]
-        for refused in (idle.get("/health"), late):
+        late_response = idle.post(PATH, json=chat_body())
+        assert "The server is stopping" in late_response.json()["error"]["message"]
+        for refused in (idle.get("/health"), late_response):
             assert refused.status_code == 503
             assert 1 <= int(refused.headers["retry-after"]) <= 60
             assert refused.headers["connection"] == "close"
-        assert int(late.headers["retry-after"]) > 10  # the rest of the drain
+        assert int(late_response.headers["retry-after"]) > 10  # the rest of the drain
         slow = post_bytes(PATH, chat_body())
         with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as connection:
             connection.sendall(slow[:-5])  # refused without waiting for the rest
@@ -167,7 +170,7 @@ def test_draining_server_says_so_until_the_last_answer_is_out(tmp_path: Path) ->
 
 
 def test_client_that_hangs_does_not_hold_up_the_end(tmp_path: Path) -> None:
-    with served(tmp_path, "0.5") as (process, url):
+    with served_process(tmp_path, "0.5") as (process, url):
         port = int(url.rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port)) as connection:
             connection.sendall(post_bytes(PATH, chat_body())[:-5])
@@ -177,7 +180,7 @@ def test_client_that_hangs_does_not_hold_up_the_end(tmp_path: Path) -> None:
 
 
 def test_nothing_listens_after_the_end(tmp_path: Path) -> None:
-    with served(tmp_path, "1") as (process, url):
+    with served_process(tmp_path, "1") as (process, url):
         process.terminate()
         assert process.wait(20) == 0
         port = int(url.rpartition(":")[2])
@@ -214,14 +217,14 @@ def test_crowd_of_new_connections_is_taken_a_few_at_a_time() -> None:
 
     application: Any = SimpleNamespace(options=ServeOptions(), is_draining=False)
     server = ServerThread(app, application)
-    held = server._server.server_state.connections
+    connections = server._server.server_state.connections
 
     async def watch() -> None:
         time.sleep(0.3)  # noqa: ASYNC251 - the crowd comes while nothing is taken
-        while len(held) < 40:
-            counts.append(len(held))
+        while len(connections) < 40:
+            counts.append(len(connections))
             await asyncio.sleep(0)
-        counts.append(len(held))
+        counts.append(len(connections))
 
     assert server.loop is not None
     watching = asyncio.run_coroutine_threadsafe(watch(), server.loop)
@@ -236,7 +239,7 @@ def test_crowd_of_new_connections_is_taken_a_few_at_a_time() -> None:
 
 
 def test_second_signal_cuts_off_requests_that_no_engine_has_accepted(tmp_path: Path) -> None:
-    with served(tmp_path, "60", "away") as (process, url), ThreadPoolExecutor(1) as pool:
+    with served_process(tmp_path, "60", "away") as (process, url), ThreadPoolExecutor(1) as pool:
         body = chat_body(stream=True)
         answer = pool.submit(httpx.post, url + PATH, json=body, timeout=60, trust_env=False)
         assert process.stdout is not None
@@ -250,7 +253,7 @@ def test_second_signal_cuts_off_requests_that_no_engine_has_accepted(tmp_path: P
 
 
 @contextmanager
-def served(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def served_process(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Yield a running server process and its URL; the process ends afterwards."""
     process = subprocess.Popen(
         command(folder, "0", *arguments),

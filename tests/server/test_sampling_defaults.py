@@ -31,23 +31,23 @@ PROTOCOLS: dict[str, tuple[dict[str, Any], SamplingParams]] = {
     "/api/chat": ({**HELLO, "stream": False, "options": {"num_predict": 1}}, OLLAMA),
     "/api/generate": ({"prompt": "hello", "stream": False, "options": {"num_predict": 1}}, OLLAMA),
 }
-SAID = {"general.sampling.temp": Typed(6, 0.25), "general.sampling.top_k": Typed(5, 3)}
+RECOMMENDED = {"general.sampling.temp": Typed(6, 0.25), "general.sampling.top_k": Typed(5, 3)}
 
 
 @pytest.fixture(scope="module")
 def recommending(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """Start a server of a model whose file recommends a temperature and a top_k."""
-    with live_server(tmp_path_factory.mktemp("said"), metadata=SAID) as server:
+    with live_server(tmp_path_factory.mktemp("said"), metadata=RECOMMENDED) as server:
         yield server
 
 
 def values_of(server: LiveServer, path: str, body: dict[str, Any]) -> dict[str, Any]:
     """Return the sampling values with which the engine generated the answer to a request."""
-    drawn: list[SamplingParams] = []
+    all_params: list[SamplingParams] = []
     submit = server.client.loop.submit
 
     def watch(listeners: Any) -> None:
-        drawn.extend(listener.request.params for listener in listeners)
+        all_params.extend(listener.request.params for listener in listeners)
         submit(listeners)
 
     server.client.loop.submit = watch  # type: ignore[method-assign]
@@ -56,7 +56,7 @@ def values_of(server: LiveServer, path: str, body: dict[str, Any]) -> dict[str, 
     finally:
         server.client.loop.submit = submit  # type: ignore[method-assign]
     assert response.status_code == 200, response.text
-    result = asdict(drawn[0])
+    result = asdict(all_params[0])
     return {name: result[name] for name in MODEL_DEFAULT_FIELDS}
 
 
@@ -68,27 +68,27 @@ def usual(params: SamplingParams) -> dict[str, Any]:
 def test_a_model_that_recommends_nothing_has_the_protocol_s_defaults(
     path: str, server: LiveServer
 ) -> None:
-    body, wanted = PROTOCOLS[path]
-    assert values_of(server, path, body) == usual(wanted)
+    body, defaults = PROTOCOLS[path]
+    assert values_of(server, path, body) == usual(defaults)
 
 
 @pytest.mark.parametrize("path", PROTOCOLS)
 def test_a_model_s_own_values_come_first(path: str, recommending: LiveServer) -> None:
     body, rest = PROTOCOLS[path]
-    own = {"temperature": 0.25, "top_k": 3}
-    assert values_of(recommending, path, body) == {**usual(rest), **own}
+    recommended = {"temperature": 0.25, "top_k": 3}
+    assert values_of(recommending, path, body) == {**usual(rest), **recommended}
 
 
 @pytest.mark.parametrize("path", PROTOCOLS)
 def test_a_request_s_values_precede_all_defaults(path: str, recommending: LiveServer) -> None:
     body, rest = PROTOCOLS[path]
-    given = {"temperature": 0.75, "top_p": 0.5}
+    request_values = {"temperature": 0.75, "top_p": 0.5}
     if "options" in body:
-        body = {**body, "options": {**body["options"], **given}}
+        body = {**body, "options": {**body["options"], **request_values}}
     else:
-        body = {**body, **given}
-    own = {"top_k": 3, **given}
-    assert values_of(recommending, path, body) == {**usual(rest), **own}
+        body = {**body, **request_values}
+    expected_values = {"top_k": 3, **request_values}
+    assert values_of(recommending, path, body) == {**usual(rest), **expected_values}
 
 
 def test_a_server_uses_the_defaults_that_it_reports(recommending: LiveServer) -> None:
@@ -107,12 +107,12 @@ def test_samplers_that_a_request_turns_off_stay_off(recommending: LiveServer) ->
 
 
 def test_an_operator_chooses_openai_s_defaults(tmp_path: Path) -> None:
-    with live_server(tmp_path, metadata=SAID) as server:
+    with live_server(tmp_path, metadata=RECOMMENDED) as server:
         card = server.client.card
-        chosen = GenerationOptions("openai", {"min_p": 0.1}).defaults(card.sampling.recommended)
-        force_setattr(card, "sampling", chosen)
+        sampling = GenerationOptions("openai", {"min_p": 0.1}).defaults(card.sampling.recommended)
+        force_setattr(card, "sampling", sampling)
         body, _ = PROTOCOLS["/v1/chat/completions"]
-        wanted = {**usual(OPENAI_DEFAULTS), "min_p": 0.1}
-        assert values_of(server, "/v1/chat/completions", body) == wanted
+        expected_values = {**usual(OPENAI_DEFAULTS), "min_p": 0.1}
+        assert values_of(server, "/v1/chat/completions", body) == expected_values
         body, ollama = PROTOCOLS["/api/chat"]
         assert values_of(server, "/api/chat", body) == {**usual(ollama), "min_p": 0.1}

@@ -29,8 +29,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def server(models: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
-    with serving(tmp_path_factory.mktemp("several"), models) as found:
-        yield found
+    with serving(tmp_path_factory.mktemp("several"), models) as model_server:
+        yield model_server
 
 
 def pids(server: ModelServer) -> list[int]:
@@ -62,7 +62,7 @@ def test_a_model_loads_on_request_and_another_makes_room(server: ModelServer) ->
     loaded = server.loaded
     assert len(loaded) == 2
     assert "c" in loaded
-    [gone] = {"a", "b"} - set(loaded)  # the one that has loaded faster
+    [unloaded] = {"a", "b"} - set(loaded)  # the one that has loaded faster
     body = server.http.get("/api/load").json()
     assert body["numerics"] == body["numerics_by_model"]["a"]
     assert set(body["numerics_by_model"]) == {"a", "b", "c"}
@@ -70,7 +70,7 @@ def test_a_model_loads_on_request_and_another_makes_room(server: ModelServer) ->
     assert body["prompt_tokens"] > 0, "of others than the first"
     assert body["takes_any_name"] is False
     assert server.count("model_loads_total") == {"a": 1, "b": 1, "c": 1}
-    assert server.count("model_unloads_total") == {"a": 0, "b": 0, "c": 0} | {gone: 1}
+    assert server.count("model_unloads_total") == {"a": 0, "b": 0, "c": 0} | {unloaded: 1}
     present = [model["name"] for model in server.http.get("/api/ps").json()["models"]]
     assert present == [f"{name}:latest" for name in loaded]
     tags = server.http.get("/api/tags").json()["models"]
@@ -81,10 +81,10 @@ def test_a_model_loads_on_request_and_another_makes_room(server: ModelServer) ->
 def test_hostile_requests_all_succeed_with_the_same_answers(server: ModelServer) -> None:
     before = sum(server.count("model_loads_total").values())
     with ThreadPoolExecutor(12) as pool:
-        asked = "abcacbbcacab" * 3
-        answers = list(pool.map(server.complete, asked))
+        model_names = "abcacbbcacab" * 3
+        answers = list(pool.map(server.complete, model_names))
     texts: dict[str, set[str]] = {}
-    for name, answer in zip(asked, answers, strict=True):
+    for name, answer in zip(model_names, answers, strict=True):
         assert answer.status_code == 200, answer.text
         texts.setdefault(name, set()).add(answer.json()["choices"][0]["text"])
     assert [len(text) for text in texts.values()] == [1, 1, 1]

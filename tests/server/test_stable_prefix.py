@@ -87,8 +87,8 @@ def test_tokens_are_counted_as_the_prompt_is_made(server: LiveServer) -> None:
     path, fields = anthropic(1, RULES)
     body = server.http.post(path, json=fields).json()
     del fields["max_tokens"]
-    counted = server.http.post("/v1/messages/count_tokens", json=fields).json()["input_tokens"]
-    assert counted == tokens_of(path, body)[0]
+    num_counted = server.http.post("/v1/messages/count_tokens", json=fields).json()["input_tokens"]
+    assert num_counted == tokens_of(path, body)[0]
 
 
 def test_prompts_without_such_lines_are_unchanged(

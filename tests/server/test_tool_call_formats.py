@@ -40,7 +40,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "time", "parameters": ANYTHING}},
 ]
 NAMED = {"type": "function", "function": {"name": "weather"}}
-ONE = ("weather", '{"city": "Oslo"}')
+CALL = ("weather", '{"city": "Oslo"}')
 OTHER = ("time", '{"zone": [1]}')
 
 
@@ -73,20 +73,20 @@ def written(name: str, *calls: tuple[str, str]) -> str:
 @pytest.mark.parametrize("kind", [CONTROL, USER_DEFINED])
 @pytest.mark.parametrize("name", FORMS)
 def test_grammars_allow_calls_that_fit_and_no_others(name: str, kind: int) -> None:
-    one, two = written(name, ONE), written(name, ONE, OTHER)
+    one_call, two = written(name, CALL), written(name, CALL, OTHER)
     wrong = [written(name, ("weather", '{"city": "Bonn"}')), written(name, ("tim", "{}"))]
-    cut = one[:-1]
+    cut = one_call[:-1]
     text = ["hello", "", "a {b} [c]"]
-    mixed = [] if FORMS[name].is_bare else [f"Well. {one}"]
+    mixed = [] if FORMS[name].is_bare else [f"Well. {one_call}"]
     cases = {
-        ("auto", True): ([one, two, *text, *mixed], []),
-        ("auto", False): ([one, *text, *mixed], [two]),
-        ("required", True): ([one, two], [*text, *mixed]),
-        ("required", False): ([one], [*text, two]),
+        ("auto", True): ([one_call, two, *text, *mixed], []),
+        ("auto", False): ([one_call, *text, *mixed], [two]),
+        ("required", True): ([one_call, two], [*text, *mixed]),
+        ("required", False): ([one_call], [*text, two]),
     }
     for (choice, parallel), (good, bad) in cases.items():
-        asked = form_of(name, choice, parallel=parallel, kind=kind)
-        is_whole = checker(asked)
+        form = form_of(name, choice, parallel=parallel, kind=kind)
+        is_whole = checker(form)
         for one_of in good:
             assert is_whole(one_of), (choice, parallel, one_of)
         unknown = [] if choice == "auto" and FORMS[name].is_bare else wrong[1:]
@@ -102,16 +102,16 @@ def test_names_of_tools_may_have_every_allowed_character(name: str, choice: str)
     tools = to_tools([FunctionBody(odd_name, parameters=SCHEMA)], choice, parallel=True)
     assert tools is not None
     is_whole = checker(ToolForm(tools, form, tokenizer, None, None))
-    text = form.write([(odd_name, ONE[1])])
+    text = form.write([(odd_name, CALL[1])])
     if form.id_mark:
         text = text.replace(f"{odd_name}[ARGS]", f"{odd_name}[CALL_ID]abcdefgh1[ARGS]")
     assert is_whole(text)
 
 
 def test_a_call_without_its_mark_is_held_to_its_schema() -> None:
-    asked = form_of("llama", "auto", parallel=False, kind=CONTROL)
-    tokenizer = asked.tokenizer
-    matcher = Grammars(tokenizer, tokenizer.vocab_size).matcher(asked.constraint())
+    form = form_of("llama", "auto", parallel=False, kind=CONTROL)
+    tokenizer = form.tokenizer
+    matcher = Grammars(tokenizer, tokenizer.vocab_size).matcher(form.constraint())
 
     def num_allowed(text: str) -> int:
         return matcher.count_allowed((), tokenizer.encode(text))
@@ -140,29 +140,37 @@ ANSWERS = {
 @pytest.mark.parametrize("kind", [CONTROL, USER_DEFINED])
 @pytest.mark.parametrize("name", FORMS)
 def test_an_answer_is_calls_or_has_its_form(name: str, kind: int) -> None:
-    one, two = written(name, ONE), written(name, ONE, OTHER)
+    one_call, two = written(name, CALL), written(name, CALL, OTHER)
     if FORMS[name].is_bare:
-        one, two = FORMS[name].mark + one, FORMS[name].mark + two
+        one_call, two = FORMS[name].mark + one_call, FORMS[name].mark + two
     wrong = written(name, ("weather", '{"city": "Bonn"}'))
     for preface in (None, ReasoningSection("<think>", "</think>")):
         for notation, (text, good, bad) in ANSWERS.items():
             answer = Constraint(notation, text)
-            asked = form_of(name, "auto", parallel=True, kind=kind, answer=answer, preface=preface)
+            form = form_of(name, "auto", parallel=True, kind=kind, answer=answer, preface=preface)
             begin = "" if preface is None else "<think>Hm.</think>"
-            is_whole = checker(asked)
-            for allowed in (one, two, good):
+            is_whole = checker(form)
+            for allowed in (one_call, two, good):
                 assert is_whole(begin + allowed), (notation, allowed)
-            for refused in (wrong, bad, "hello", one[:-1], one + good, good + one, ""):
+            for refused in (
+                wrong,
+                bad,
+                "hello",
+                one_call[:-1],
+                one_call + good,
+                good + one_call,
+                "",
+            ):
                 assert not is_whole(begin + refused), (notation, refused)
 
 
-def checker(asked: ToolForm) -> Callable[[str], bool]:
+def checker(form: ToolForm) -> Callable[[str], bool]:
     """Return a function that tells whether a text is a complete answer."""
-    matcher = Grammars(asked.tokenizer, asked.tokenizer.vocab_size).matcher(asked.constraint())
-    end = min(asked.tokenizer.eos_ids)
+    matcher = Grammars(form.tokenizer, form.tokenizer.vocab_size).matcher(form.constraint())
+    end = min(form.tokenizer.eos_ids)
 
     def is_whole(text: str) -> bool:
-        tokens = [*asked.tokenizer.encode(text, parse_special=True), end]
+        tokens = [*form.tokenizer.encode(text, parse_special=True), end]
         return matcher.count_allowed((), tokens) == len(tokens)
 
     return is_whole
@@ -224,7 +232,7 @@ def test_calls_are_sent_in_openais_form(
     tmp_path: Path, template: str, name: str, controls: tuple[str, ...]
 ) -> None:
     with talker(tmp_path, getattr(family_templates, template), controls) as server:
-        for calls in ((ONE,), (ONE, OTHER)):
+        for calls in ((CALL,), (CALL, OTHER)):
             text = written(name, *calls)
             if len(calls) == 1 and FORMS[name].is_bare:
                 text = f"{FORMS[name].mark}{text}"
@@ -238,12 +246,12 @@ def test_calls_are_sent_in_openais_form(
                 [answer] = body["choices"]
                 assert answer["finish_reason"] == "tool_calls"
                 assert answer["message"]["content"] is None
-                told = [call["function"] for call in answer["message"]["tool_calls"]]
-                assert [(function["name"], function["arguments"]) for function in told] == list(
-                    calls
-                )
+                functions = [call["function"] for call in answer["message"]["tool_calls"]]
+                assert [
+                    (function["name"], function["arguments"]) for function in functions
+                ] == list(calls)
                 assert _streamed(server, tools=TOOLS, tool_choice=choice) == list(calls)
-        say(server, written(name, ONE))
+        say(server, written(name, CALL))
         body = server.chat(tools=TOOLS, tool_choice=NAMED, temperature=0).json()
         assert body["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "weather"
         say(server, "No need.")
@@ -273,12 +281,12 @@ def test_a_cut_call_is_not_shown_as_text_in_any_protocol(
         "/api/chat": lambda n: {"messages": talk, "tools": TOOLS, "options": {"num_predict": n}},
     }
     bare = '{"name": "weather", "arguments": {"city": "Oslo"}}'
-    answers = [(written(name, ONE), written(name, ONE, OTHER))]
+    answers = [(written(name, CALL), written(name, CALL, OTHER))]
     answers += [(bare, f"{bare}\n{bare}")] * FORMS[name].has_json
     with talker(tmp_path, getattr(family_templates, template)) as server:
-        for one, both in answers:
+        for first_call, both in answers:
             tokens = say(server, both)
-            first = len(server.client.card.tokenizer.encode(one))
+            first = len(server.client.card.tokenizer.encode(first_call))
             cuts = range(first, len(tokens) - 20, 5)
             for (path, body), is_stream in product(protocols.items(), (False, True)):
                 for cut in cuts:
@@ -288,10 +296,10 @@ def test_a_cut_call_is_not_shown_as_text_in_any_protocol(
                         del fields["options"]
                     text = server.http.post(path, json=fields).text
                     assert "weather" in text
-                    assert not _shown(text).strip(), (path, is_stream, cut, text)
+                    assert not _shown_text(text).strip(), (path, is_stream, cut, text)
 
 
-def _shown(response: str) -> str:
+def _shown_text(response: str) -> str:
     """Return all text in a response of any protocol, whole or streamed."""
     results: list[str] = []
 

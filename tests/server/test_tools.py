@@ -49,8 +49,8 @@ CALLED = [
 
 
 def answer_of(server: LiveServer, **fields: object) -> Fields:
-    given: Fields = {"max_tokens": 150, "temperature": 1.0, "seed": 1, "tools": TOOLS} | fields
-    response = server.chat(**given)
+    all_fields: Fields = {"max_tokens": 150, "temperature": 1.0, "seed": 1, "tools": TOOLS} | fields
+    response = server.chat(**all_fields)
     assert response.status_code == 200, response.text
     return response.json()["choices"][0]
 
@@ -85,7 +85,7 @@ def test_a_function_is_called_with_arguments_that_it_names(
 
 
 @pytest.mark.parametrize(
-    "more",
+    "keywords",
     [
         {"additionalProperties": True},
         {"patternProperties": {"^x": {}}},
@@ -97,12 +97,12 @@ def test_a_function_is_called_with_arguments_that_it_names(
     ],
     ids=str,
 )
-def test_schemas_that_speak_of_other_arguments_stay_as_they_are(more: Fields) -> None:
+def test_schemas_that_speak_of_other_arguments_stay_as_they_are(keywords: Fields) -> None:
     schema: Fields = {"type": "object", "properties": {"a": {}}}
-    given = schema | more
-    tools = to_tools([FunctionBody(name="f", parameters=given)], "auto", parallel=None)
+    parameters = schema | keywords
+    tools = to_tools([FunctionBody(name="f", parameters=parameters)], "auto", parallel=None)
     assert tools is not None
-    assert "additionalProperties" not in (set(tools.functions[0].schema) - set(given))
+    assert "additionalProperties" not in (set(tools.functions[0].schema) - set(parameters))
 
 
 def test_required_calls_some_function(server: LiveServer) -> None:
@@ -121,19 +121,19 @@ def test_required_calls_some_function(server: LiveServer) -> None:
 
 def test_a_streamed_call_comes_in_pieces(server: LiveServer) -> None:
     fields: Fields = {"tool_choice": NAMED, "max_tokens": 150, "seed": 1, "tools": TOOLS}
-    whole = server.chat(**fields).json()["choices"][0]["message"]["tool_calls"][0]["function"]
+    whole_call = server.chat(**fields).json()["choices"][0]["message"]["tool_calls"][0]["function"]
     chunks = events(server.chat(stream=True, **fields).text)[:-1]
     deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
     assert deltas[0] == {"role": "assistant", "content": None, "refusal": None}
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
     assert deltas[-1] == {}
-    [first, *more] = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    [first, *later_parts] = [call for delta in deltas for call in delta.get("tool_calls", ())]
     assert first["id"].startswith("call_")
     assert (first["index"], first["type"]) == (0, "function")
     assert first["function"] == {"arguments": "", "name": "weather"}
-    assert all(set(call) == {"function", "index"} for call in more)
-    assert all(set(call["function"]) == {"arguments"} for call in more)
-    assert "".join(call["function"]["arguments"] for call in more) == whole["arguments"]
+    assert all(set(call) == {"function", "index"} for call in later_parts)
+    assert all(set(call["function"]) == {"arguments"} for call in later_parts)
+    assert "".join(call["function"]["arguments"] for call in later_parts) == whole_call["arguments"]
 
 
 def test_a_call_that_is_cut_ends_by_its_length(server: LiveServer) -> None:
@@ -224,8 +224,8 @@ def test_a_result_answers_a_call_by_its_id_or_without_ids(
     server: LiveServer, id_: str | None
 ) -> None:
     result = {"role": "tool", "content": "noon"} | ({"tool_call_id": id_} if id_ else {})
-    again = {"role": "user", "content": "And now?"}
-    assert server.chat(messages=[*CALLED, again, result], max_tokens=1).status_code == 200
+    next_message = {"role": "user", "content": "And now?"}
+    assert server.chat(messages=[*CALLED, next_message, result], max_tokens=1).status_code == 200
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 12])
@@ -249,8 +249,8 @@ def test_a_strict_function_needs_an_enforceable_schema(server: LiveServer) -> No
         assert output.endswith(why)
         assert not output.endswith("..")
     many = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}  # checked after
-    held = {"name": "f", "strict": True, "parameters": {"properties": {"a": many}}}
-    tools = [{"type": "function", "function": held}]
+    strict_function = {"name": "f", "strict": True, "parameters": {"properties": {"a": many}}}
+    tools = [{"type": "function", "function": strict_function}]
     assert server.chat(tools=tools, max_tokens=4).status_code == 200
 
 
@@ -295,15 +295,15 @@ def test_a_strict_function_whose_schema_the_grammar_refuses_is_named(
     function = {"name": "odd", "parameters": schema, "strict": True}
     tools = [*TOOLS, {"type": "function", "function": function}]
     for _ in range(2):
-        said = refused(server.chat(tools=tools), 400, "tools[2].function.parameters")
-        assert "tools[2].function.parameters of the function 'odd'" in said
-        assert word in said
+        message = refused(server.chat(tools=tools), 400, "tools[2].function.parameters")
+        assert "tools[2].function.parameters of the function 'odd'" in message
+        assert word in message
     tool = {"name": "odd", "input_schema": schema, "strict": True}
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5, "tools": [tool]}
     response = server.http.post("/v1/messages", json=body)
     assert response.status_code == 400
-    said = response.json()["error"]["message"]
-    assert said.startswith("tools[0].input_schema of the function 'odd'")
+    message = response.json()["error"]["message"]
+    assert message.startswith("tools[0].input_schema of the function 'odd'")
 
 
 def test_a_call_that_a_stop_string_cut_is_not_to_be_made(server: LiveServer) -> None:

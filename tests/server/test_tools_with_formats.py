@@ -30,7 +30,7 @@ CALL = f'{{"name": "weather", "arguments": {ARGUMENTS}}}'
 FENCED = f"```json\n{CALL}\n```"
 MARKED = f"<tool_call>\n{CALL}\n</tool_call>"
 TALK = [{"role": "user", "content": "hello"}]
-SHOWN = {"name": "weather", "parameters": CITY}
+FUNCTION = {"name": "weather", "parameters": CITY}
 REQUIRED: Fields = {"chat": "required", "responses": "required", "messages": {"type": "any"}}
 
 REQUESTS: dict[str, tuple[str, Fields]] = {
@@ -38,7 +38,7 @@ REQUESTS: dict[str, tuple[str, Fields]] = {
         "/v1/chat/completions",
         {
             "messages": TALK,
-            "tools": [{"type": "function", "function": SHOWN}],
+            "tools": [{"type": "function", "function": FUNCTION}],
             "response_format": {
                 "type": "json_schema",
                 "json_schema": {"name": "x", "schema": CITY},
@@ -49,7 +49,7 @@ REQUESTS: dict[str, tuple[str, Fields]] = {
         "/v1/responses",
         {
             "input": "hello",
-            "tools": [{"type": "function", **SHOWN}],
+            "tools": [{"type": "function", **FUNCTION}],
             "text": {"format": FORM | {"name": "x"}},
         },
     ),
@@ -79,7 +79,9 @@ def send_request(server: LiveServer, protocol: str, **fields: Any) -> Any:
     return response
 
 
-def whole(server: LiveServer, protocol: str, **fields: Any) -> tuple[str, list[tuple[str, str]]]:
+def whole_answer(
+    server: LiveServer, protocol: str, **fields: Any
+) -> tuple[str, list[tuple[str, str]]]:
     """Return the text and the tool calls of an answer without a stream."""
     body = send_request(server, protocol, **fields).json()
     if protocol == "chat":
@@ -128,31 +130,36 @@ def streamed(server: LiveServer, protocol: str, **fields: Any) -> tuple[str, str
 @pytest.mark.parametrize("written", [MARKED, FENCED, f"```{{{CALL}}}```"])
 def test_the_answer_may_be_a_call(server: LiveServer, protocol: str, written: str) -> None:
     say(server, written)
-    assert whole(server, protocol) == ("", [("weather", ARGUMENTS)])
+    assert whole_answer(server, protocol) == ("", [("weather", ARGUMENTS)])
     assert streamed(server, protocol) == ("", ARGUMENTS)
 
 
 @pytest.mark.parametrize("protocol", REQUESTS)
 def test_the_answer_may_have_the_form(server: LiveServer, protocol: str) -> None:
     say(server, ANSWER)
-    assert whole(server, protocol) == (ANSWER, [])
+    assert whole_answer(server, protocol) == (ANSWER, [])
     assert streamed(server, protocol) == (ANSWER, "")
 
 
 @pytest.mark.parametrize("protocol", REQUESTS)
 def test_the_tool_choice_decides_between_text_and_calls(server: LiveServer, protocol: str) -> None:
     say(server, MARKED)
-    assert whole(server, protocol, tool_choice=REQUIRED[protocol]) == ("", [("weather", ARGUMENTS)])
+    assert whole_answer(server, protocol, tool_choice=REQUIRED[protocol]) == (
+        "",
+        [("weather", ARGUMENTS)],
+    )
     none = {"type": "none"} if protocol == "messages" else "none"
     say(server, ANSWER)
-    assert whole(server, protocol, tool_choice=none) == (ANSWER, [])
+    assert whole_answer(server, protocol, tool_choice=none) == (ANSWER, [])
 
 
 @pytest.mark.parametrize("protocol", ["chat", "responses"])  # the third has no seed
 def test_no_other_text_is_drawn(server: LiveServer, protocol: str) -> None:
     server.backend.script = None
     for seed in range(3):
-        text, calls = whole(server, protocol, temperature=1.0, seed=seed, parallel_tool_calls=False)
+        text, calls = whole_answer(
+            server, protocol, temperature=1.0, seed=seed, parallel_tool_calls=False
+        )
         assert bool(text) is not bool(calls)
         for text_part in (text, *(arguments for _, arguments in calls)):
             assert not text_part or json.loads(text_part)["city"] in {"Oslo", "Rome"}

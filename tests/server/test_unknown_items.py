@@ -79,13 +79,13 @@ def test_items_whose_type_or_call_is_not_a_text_are_refused(
 ) -> None:
     name = "items" if path == "/v1/conversations" else "input"
     result = {"type": "function_call_output", "call_id": value, "output": "a"}
-    for items, place in (
+    for items, param in (
         ([USER, {"type": value}], f"{name}[1].type"),
         ([{"type": "new_one", "call_id": "a"}, USER, result], ".call_id"),
     ):
         response = server.http.post(path, json={name: items})
         assert response.status_code == 400, response.text
-        assert response.json()["error"]["param"].endswith(place)
+        assert response.json()["error"]["param"].endswith(param)
     unknown = {"type": "new_one", "call_id": value}
     response = server.http.post(path, json={name: [unknown, USER]})
     assert response.status_code == 200, response.text
@@ -125,8 +125,8 @@ def test_tools_of_items_join_the_requests(server: LiveServer, kind: str) -> None
     with_item = num_prompt_tokens(server, RESPONSES, input=[item, USER], tools=[TOOL])
     assert with_item == num_prompt_tokens(server, RESPONSES, input=[USER], tools=[TOOL, other])
     first = send_request(server, RESPONSES, input=[item, USER]).json()
-    again = send_request(server, RESPONSES, input=[USER], previous_response_id=first["id"])
-    assert [tool["name"] for tool in again.json()["tools"]] == ["f", "g"]
+    continued = send_request(server, RESPONSES, input=[USER], previous_response_id=first["id"])
+    assert [tool["name"] for tool in continued.json()["tools"]] == ["f", "g"]
 
 
 @pytest.mark.parametrize(
@@ -261,10 +261,10 @@ def test_many_unknown_items_take_little_time_and_a_short_header(server: LiveServ
 
 def test_calls_of_other_servers_tools_are_left_out_with_their_results(server: LiveServer) -> None:
     call = {"id": "c1", "type": "web_search", "web_search": {"query": "q"}}
-    known = {"id": "c2", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    function_call = {"id": "c2", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     results = [{"role": "tool", "tool_call_id": id_, "content": "found"} for id_ in ("c1", "c2")]
-    messages = [USER, {"role": "assistant", "tool_calls": [call, known]}, *results, USER]
-    plain = [USER, {"role": "assistant", "tool_calls": [known]}, results[1], USER]
+    messages = [USER, {"role": "assistant", "tool_calls": [call, function_call]}, *results, USER]
+    plain = [USER, {"role": "assistant", "tool_calls": [function_call]}, results[1], USER]
     response = send_request(server, CHAT, messages=messages)
     assert ignored(response) == {"messages[].tool_calls[].web_search"}
     expected = num_prompt_tokens(server, CHAT, messages=plain)

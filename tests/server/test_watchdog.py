@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from server.test_run import served
+from server.test_run import served_process
 from twostroke.core import env
 from twostroke.engine.status import Health
 from twostroke.server.http.model_names import ModelNames
@@ -99,7 +99,7 @@ def test_a_watchdog_without_systemd_sends_nothing(
 
 
 def test_a_server_tells_its_life(systemd: socket.socket, tmp_path: Path) -> None:
-    with served(tmp_path, "5") as (process, _):
+    with served_process(tmp_path, "5") as (process, _):
         assert systemd.recv(1000) == b"READY=1"
         assert systemd.recv(1000) == b"WATCHDOG=1"
         os.kill(process.pid, signal.SIGTERM)

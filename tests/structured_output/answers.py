@@ -56,7 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> bool:
     """Ask, check, print a table, and return whether no answer is wrong."""
     rng = random.Random(args.seed)
-    kept, wrong, spent = Counter[str](), list[str](), _clocks()
+    verdict_counts, wrong, spent = Counter[str](), list[str](), _clocks()
     with LLM(args.model, EngineOptions(cache=CacheOptions(context_length=1024))) as llm:
         client = llm.engine.client
         client.grammars.prepare()
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> bool:
             prompts = [_prompt(constraint) for constraint in some]
             for constraint, [answer] in zip(some, llm.generate(prompts, params), strict=True):
                 verdict = _verdict(client, constraint, answer)
-                kept[f"{constraint.notation}, {verdict}"] += 1
+                verdict_counts[f"{constraint.notation}, {verdict}"] += 1
                 if verdict == "wrong":
                     wrong.append(f"{constraint.text}\n    {answer.text!r}")
         elapsed_s = time.monotonic() - start_s
@@ -84,8 +84,8 @@ def run(args: argparse.Namespace) -> bool:
     speculation, meter = snapshot.speculation, snapshot.phases
     step_s = meter.prefill.time_s + meter.decode.time_s
     print(f"{args.model}: {args.answers} answers in {elapsed_s:.0f} s")
-    for what, count in sorted(kept.items()):
-        print(f"  {what}: {count}")
+    for verdict_name, count in sorted(verdict_counts.items()):
+        print(f"  {verdict_name}: {count}")
     print(
         f"  of what a grammar forces {speculation.accepted['grammar']} drafts were accepted,",
         end=" ",
@@ -108,10 +108,10 @@ def _clocks() -> dict[str, float]:
 
 
 def _timed(name: str, function: Callable[..., Any], spent: dict[str, float]) -> Callable[..., Any]:
-    def timed(*asked: Any) -> Any:
+    def timed(*arguments: Any) -> Any:
         began_s = time.perf_counter()
         try:
-            return function(*asked)
+            return function(*arguments)
         finally:
             spent[name] += time.perf_counter() - began_s
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     Pairs = list[tuple[str, Any]]
 
-_MOST = 400  # of a number's exponent: what is beyond is as large, or as small, as anything
+_MAX_EXPONENT = 400  # of a number's exponent: what is beyond is as large, or as small, as anything
 _CLOCK = re.compile(r"(\d\d):(\d\d):(\d\d)(?:\.\d+)?(?:z|Z|([+-])(\d\d):(\d\d))", re.ASCII)
 _DURATION = re.compile(
     r"P(?:\d+W|(?=[\dT])(?:\d+Y(?:\d+M(?:\d+D)?)?|\d+M(?:\d+D)?|\d+D)?"
@@ -44,8 +44,8 @@ def fault(schema: Any, text: str) -> str | None:
     the fault is no more than `REPEATED`.
     """
     with decimal.localcontext(decimal.Context(prec=2000)):
-        given = json.loads(json.dumps(_rewritten(schema)), parse_float=_number)
-        validator = validator_for(given)(given, format_checker=_checker())
+        exact_schema = json.loads(json.dumps(_rewritten(schema)), parse_float=_number)
+        validator = validator_for(exact_schema)(exact_schema, format_checker=_checker())
         try:
             last, first = _read(text, dict), _read(text, lambda pairs: dict(reversed(pairs)))
         except ValueError as error:
@@ -78,7 +78,7 @@ def _unique(pairs: Pairs) -> dict[str, Any]:
 
 def _number(text: str) -> Any:
     digits, _, exponent = text.lower().partition("e")
-    number = Decimal(digits).scaleb(max(-_MOST, min(_MOST, int(exponent or 0))))
+    number = Decimal(digits).scaleb(max(-_MAX_EXPONENT, min(_MAX_EXPONENT, int(exponent or 0))))
     return int(number) if number == number.to_integral_value() else number
 
 
@@ -129,8 +129,8 @@ def _is_time(text: str) -> bool:
     offset = (int(match[5]), int(match[6])) if match[4] else (0, 0)
     if hour > 23 or minute > 59 or second > 60 or offset[0] > 23 or offset[1] > 59:
         return False
-    ahead = (60 * offset[0] + offset[1]) * (-1 if match[4] == "-" else 1)
-    return second < 60 or (60 * hour + minute - ahead) % (24 * 60) == 24 * 60 - 1
+    offset_minutes = (60 * offset[0] + offset[1]) * (-1 if match[4] == "-" else 1)
+    return second < 60 or (60 * hour + minute - offset_minutes) % (24 * 60) == 24 * 60 - 1
 
 
 def _is_date_time(text: str) -> bool:

@@ -27,8 +27,8 @@ def main() -> int:
     args = parser.parse_args()
     if unknown := set(args.parts) - set(_PARTS):
         parser.error(f"there is no part {', '.join(sorted(unknown))}: {', '.join(_PARTS)}")
-    kept = [_PARTS[name].run(args) for name in args.parts or _PARTS]
-    return int(not all(kept))
+    outcomes = [_PARTS[name].run(args) for name in args.parts or _PARTS]
+    return int(not all(outcomes))
 
 
 if __name__ == "__main__":

@@ -225,20 +225,20 @@ class Schemas:
     def _tree(self, depth: int) -> Schema:
         """Return a schema that refers to itself."""
         name = f"d{next(self._serial)}"
-        again = {"$ref": self._path(name)}
+        reference = {"$ref": self._path(name)}
         node = {
             "type": "object",
             "properties": {
                 "value": self._values(depth),
-                "next": {"anyOf": [again, {"type": "null"}]},
+                "next": {"anyOf": [reference, {"type": "null"}]},
             },
             "required": ["value"],
             "additionalProperties": False,
         }
         if self._chance(0.5):
-            node["properties"]["next"] = {"type": "array", "items": again, "maxItems": 2}
+            node["properties"]["next"] = {"type": "array", "items": reference, "maxItems": 2}
         self._definitions[name] = node
-        return dict(again)
+        return dict(reference)
 
     def _excluding(self, depth: int) -> Schema:
         kinds = (self._string, self._number, self._object, self._types)
@@ -246,9 +246,9 @@ class Schemas:
             "not": self._pick((self._values, self._string, self._number))(depth)
         }
 
-    def _some(self, pairs: Schema, least: int) -> Schema:
+    def _some(self, pairs: Schema, min_count: int) -> Schema:
         """Return at least so many of these keywords."""
-        count = self._rng.randint(least, len(pairs))
+        count = self._rng.randint(min_count, len(pairs))
         return dict(self._rng.sample(list(pairs.items()), count))
 
     def _pick(self, some: Any) -> Any:

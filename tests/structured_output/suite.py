@@ -40,15 +40,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> bool:
     """Try all instances, print a table, and return whether none is wrong."""
     forms = Forms(args.model)
-    kept = [_run_draft(forms, args, draft) for draft in _DRAFTS]
-    return all(kept)
+    outcomes = [_run_draft(forms, args, draft) for draft in _DRAFTS]
+    return all(outcomes)
 
 
 def _run_draft(forms: Forms, args: argparse.Namespace, draft: str) -> bool:
     folder = args.suite / "tests" / draft
     files = [*sorted(folder.glob("*.json")), *sorted(folder.glob("optional/format/*.json"))]
     assert files, f"the suite is not in {folder}"
-    result = _Found()
+    result = _DraftResult()
     for file in files:
         kind = "format" if file.name == "format.json" or file.parent != folder else "required"
         for group in json.loads(file.read_text()):
@@ -67,7 +67,7 @@ def _run_draft(forms: Forms, args: argparse.Namespace, draft: str) -> bool:
             for test in group["tests"]:
                 _try(form, group["schema"], test, result)
     print(f"JSON Schema Test Suite, {draft}, required and optional/format")
-    print(*(f"  {what}: {number}" for what, number in sorted(result.count.items())), sep="\n")
+    print(*(f"  {verdict}: {number}" for verdict, number in sorted(result.count.items())), sep="\n")
     print(
         *(f"  refused, {number}: {why}" for why, number in result.refused.most_common()), sep="\n"
     )
@@ -77,7 +77,7 @@ def _run_draft(forms: Forms, args: argparse.Namespace, draft: str) -> bool:
 
 
 @dataclass(slots=True)
-class _Found:
+class _DraftResult:
     """The findings of a draft, and the group of tests that is under way."""
 
     where: str = ""
@@ -87,18 +87,18 @@ class _Found:
     listed: list[str] = field(default_factory=list)
 
 
-def _try(form: Form, schema: Any, test: Any, found: _Found) -> None:
+def _try(form: Form, schema: Any, test: Any, result: _DraftResult) -> None:
     """Try an instance, and note what became of it."""
     kind, verdict = "valid" if test["valid"] else "invalid", _verdict(form, schema, test["data"])
     annotation = test["description"].endswith("is only an annotation by default")
     if verdict in {"rejected", "reported"} and kind == "valid" and annotation:
         verdict = "not accepted: formats are kept to"
-    found.count[f"{kind} instances, {verdict}"] += 1
-    place = f"{found.where} | {test['description']} | {json.dumps(test['data'])[:80]}"
+    result.count[f"{kind} instances, {verdict}"] += 1
+    label = f"{result.where} | {test['description']} | {json.dumps(test['data'])[:80]}"
     if (kind, verdict) in {("invalid", "accepted"), ("valid", "reported")}:
-        found.wrong.append(f"{kind}, {verdict}: {place}")
+        result.wrong.append(f"{kind}, {verdict}: {label}")
     elif (kind, verdict) == ("valid", "rejected"):
-        found.listed.append(f"{kind}, {verdict}: {place}")
+        result.listed.append(f"{kind}, {verdict}: {label}")
 
 
 def _with_draft(schema: Any, draft: str) -> Any:
@@ -108,11 +108,11 @@ def _with_draft(schema: Any, draft: str) -> Any:
 
 def _verdict(form: Form, schema: Any, instance: Any) -> str:
     """Return "accepted", "rejected" (perhaps with a reason) or "reported", by the check after."""
-    taken = [text for text in _spellings(instance, schema) if form.takes(text)]
-    if taken:
-        return "accepted" if any(form.passes(text) for text in taken) else "reported"
-    whole = _with_integers(instance)
-    if json.dumps(whole) != json.dumps(instance) and form.takes(_spelled(whole)):
+    accepted_texts = [text for text in _spellings(instance, schema) if form.takes(text)]
+    if accepted_texts:
+        return "accepted" if any(form.passes(text) for text in accepted_texts) else "reported"
+    integral = _with_integers(instance)
+    if json.dumps(integral) != json.dumps(instance) and form.takes(_spelled(integral)):
         return "rejected: 1.0 is written as 1"
     return "rejected"
 
@@ -148,8 +148,8 @@ def _sorted(value: Any, names: list[str]) -> Any:
         return [_sorted(item, names) for item in value]
     if not isinstance(value, dict):
         return value
-    known = [name for name in names if name in value]
-    return {name: _sorted(value[name], names) for name in dict.fromkeys([*known, *value])}
+    known_names = [name for name in names if name in value]
+    return {name: _sorted(value[name], names) for name in dict.fromkeys([*known_names, *value])}
 
 
 def _names(schema: Any) -> Iterator[str]:
@@ -168,5 +168,5 @@ def _with_integers(value: Any) -> Any:
     if isinstance(value, list):
         return [_with_integers(item) for item in value]
     if isinstance(value, dict):
-        return {name: _with_integers(one) for name, one in value.items()}
+        return {name: _with_integers(inner_value) for name, inner_value in value.items()}
     return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from form import Form
     from numpy.typing import NDArray
 
-    Found = tuple[Counter[str], Counter[str], list[str]]
+    TaskResult = tuple[Counter[str], Counter[str], list[str]]
 
 _WALKS = 10  # through the grammar of a schema
 _SCHEMAS = 25  # a task
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> bool:
                 pool.terminate()
                 break
     print(f"random walks, seed {args.seed}, {time.monotonic() - began_s:.0f} s")
-    print(*(f"  {what}: {number}" for what, number in sorted(count.items())), sep="\n")
+    print(*(f"  {verdict}: {number}" for verdict, number in sorted(count.items())), sep="\n")
     print(*(f"  refused, {number}: {why}" for why, number in refused.most_common(25)), sep="\n")
     print(*(f"  WRONG: {fault}\n" for fault in wrong[:_MOST_SHOWN]), sep="", end="")
     return not wrong
@@ -83,7 +83,7 @@ def _begin(model: str) -> None:
     _walkers.append(Walker(Forms(model)))
 
 
-def _task(seed: str) -> Found:
+def _task(seed: str) -> TaskResult:
     return _walkers[0].task(random.Random(seed))
 
 
@@ -96,7 +96,7 @@ class Walker:
         self._bytes = [forms.tokenizer.token_bytes(i) for i in range(size)]
         self._single = {some[0]: i for i, some in enumerate(self._bytes) if len(some) == 1}
 
-    def task(self, rng: random.Random) -> Found:
+    def task(self, rng: random.Random) -> TaskResult:
         """Walk through the grammars of some schemas."""
         schemas = Schemas(rng)
         count, refused, wrong = Counter[str](), Counter[str](), list[str]()
@@ -110,13 +110,13 @@ class Walker:
                 refused[reason(error)] += 1
                 continue
             count["schemas that are checked after"] += bool(form.unenforced_keywords)
-            shown = set[str]()
+            shown_verdicts = set[str]()
             for _ in range(_WALKS):
                 verdict, why = self._verdict(form, schema, rng)
                 count[verdict] += 1
                 count["walks that finished"] += verdict.startswith("finished")
-                if why and verdict not in shown:
-                    shown.add(verdict)
+                if why and verdict not in shown_verdicts:
+                    shown_verdicts.add(verdict)
                     unenforced_keywords = f"unenforced_keywords: {form.unenforced_keywords}"
                     wrong.append(
                         f"{verdict}: {why}\n    {json.dumps(schema)}\n    {unenforced_keywords}"
@@ -132,12 +132,14 @@ class Walker:
         if spelled is None:
             return "cut", ""
         text = spelled.decode(errors="backslashreplace")
-        why, passed = fault(schema, text), form.passes(text)
+        why, is_passed = fault(schema, text), form.passes(text)
         if why == REPEATED:  # JSON allows that; the schema holds for either of them
             return "finished, valid, though members repeat", ""
         if why is None:
-            return ("finished, valid", "") if passed else ("finished, reported though valid", text)
-        if passed:
+            return (
+                ("finished, valid", "") if is_passed else ("finished, reported though valid", text)
+            )
+        if is_passed:
             return f"finished, wrong: {why.split(':')[0]}", f"{text}\n    {why}"
         return "finished, invalid and reported", ""
 

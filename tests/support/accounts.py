@@ -49,7 +49,7 @@ def used(folder: Path) -> list[tuple[str, str, str, int, int, int, int]]:
     ]
 
 
-def whole(body: object) -> Callable[[Exchange], Any]:
+def whole_response(body: object) -> Callable[[Exchange], Any]:
     """Return a fake server's handler that answers with `body` in one piece, not as a stream."""
 
     async def behave(exchange: Exchange) -> None:

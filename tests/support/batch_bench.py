@@ -36,8 +36,8 @@ class App:
         self.is_open.set()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        served = ServedRequest("r", error_form(scope), "POST", scope["path"])
-        scope["state"] = {STATE_KEY: served}
+        served_request = ServedRequest("r", error_form(scope), "POST", scope["path"])
+        scope["state"] = {STATE_KEY: served_request}
         id_ = json.loads((await receive())["body"])["id"]
         self.sent[id_] = times = self.sent.get(id_, 0) + 1
         await asyncio.sleep(0.005)
@@ -93,7 +93,7 @@ class Bench:
         await self.runner.add(batch, body)
         return batch
 
-    async def found(self) -> Batch:
+    async def read_batch(self) -> Batch:
         batch = await self.records.read(
             lambda db: stored_batches.find(db, "b", "anna", self.protocol)
         )
@@ -102,9 +102,9 @@ class Bench:
 
     protocol = openai.PROTOCOL
 
-    async def ended(self) -> Batch:
+    async def finished_batch(self) -> Batch:
         for _ in range(2000):
-            if not (batch := await self.found()).is_open:
+            if not (batch := await self.read_batch()).is_open:
                 return batch
             await asyncio.sleep(0.005)
         raise AssertionError(batch)

@@ -54,12 +54,12 @@ def brute_force(params: SamplingParams, logits: NDArray[np.float32]) -> NDArray[
     if values.top_k:
         order = order[: values.top_k]
     order = [i for i in order if p[i] >= values.min_p * p.max()]
-    kept, mass = [], 0.0
+    kept_ids, mass = [], 0.0
     for i in order:
         if mass >= values.top_p * p[order].sum():
             break
-        kept.append(i)
+        kept_ids.append(i)
         mass += p[i]
     result = np.zeros(p.size)
-    result[kept] = p[kept] / p[kept].sum()
+    result[kept_ids] = p[kept_ids] / p[kept_ids].sum()
     return result

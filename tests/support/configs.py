@@ -79,13 +79,13 @@ for _name, _layers, _experts in (("gpt-oss-120b", 36, 128), ("gpt-oss-20b", 24, 
     }  # fmt: skip
 
 
-def write_config(path: Path, sizes: str | tuple[int, ...], **more: Any) -> str:
+def write_config(path: Path, sizes: str | tuple[int, ...], **fields: Any) -> str:
     """Write a config.json with these sizes, a key of `SIZES` or values of `KEYS`; return its path.
 
-    `more` are other fields of the configuration.
+    `fields` are other fields of the configuration.
     """
     values = dict(zip(KEYS, SIZES[sizes] if isinstance(sizes, str) else sizes, strict=True))
-    config = {"model_type": "llama", "max_position_embeddings": 1 << 17, **values, **more}
+    config = {"model_type": "llama", "max_position_embeddings": 1 << 17, **values, **fields}
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(config), encoding="utf-8")
     return str(path)

@@ -104,8 +104,8 @@ def cpu_backend(
 
 def greedy_request(tokens: list[int], **params: Any) -> Request:
     """Return a greedy request that reports log-probabilities."""
-    chosen = SamplingParams(**{"temperature": 0.0, "logprobs": 5, **params})
-    return Request("r", list(tokens), len(tokens), chosen, seed=1)
+    sampling = SamplingParams(**{"temperature": 0.0, "logprobs": 5, **params})
+    return Request("r", list(tokens), len(tokens), sampling, seed=1)
 
 
 def run(backend: CpuBackend, *slices: Slice) -> list[int]:
@@ -138,27 +138,29 @@ class Sequence:
         start, count = self.request.num_computed, min(chunk, self.request.num_pending)
         return Slice(self.request, start, count, start + count == len(self.request.tokens))
 
-    def commit(self, part: Slice, drawn: tuple[int, object] | None) -> tuple[int, object] | None:
+    def commit(
+        self, part: Slice, drawn_token: tuple[int, object] | None
+    ) -> tuple[int, object] | None:
         """Apply the result of a step to the request; return the sampled token, if any."""
         self.request.num_computed += part.count
         self.request.num_planned = self.request.num_computed
-        if drawn is not None:
-            self.request.tokens.append(drawn[0])
-        return drawn
+        if drawn_token is not None:
+            self.request.tokens.append(drawn_token[0])
+        return drawn_token
 
     def step(self, chunk: int) -> tuple[int, object] | None:
         """Compute one slice of at most `chunk` tokens alone; return the sampled token, if any."""
         part = self.slice(chunk)
         result = self.backend.run(StepPlan((part,)))
-        drawn = (result.tokens[0], result.logprobs[0]) if part.samples else None
-        return self.commit(part, drawn)
+        drawn_token = (result.tokens[0], result.logprobs[0]) if part.samples else None
+        return self.commit(part, drawn_token)
 
     def prefill(self, chunk: int) -> tuple[int, object]:
         """Compute all tokens in chunks; return the token that the last chunk samples."""
-        while (drawn := self.step(chunk)) is None:
+        while (drawn_token := self.step(chunk)) is None:
             pass
-        return drawn
+        return drawn_token
 
     def decode(self, count: int) -> list[tuple[int, object]]:
         """Sample `count` more tokens, one in each step."""
-        return [drawn for _ in range(count) if (drawn := self.step(1)) is not None]
+        return [drawn_token for _ in range(count) if (drawn_token := self.step(1)) is not None]

@@ -49,7 +49,7 @@ class Case(NamedTuple):
     link: str = "socket"  # --peer-link, where no memory is shared
 
 
-class Found(NamedTuple):
+class Comparison(NamedTuple):
     """The result of a comparison: answers compared, prompts that differ, and KV transfers."""
 
     num_answers: int
@@ -58,7 +58,7 @@ class Found(NamedTuple):
     num_bytes: int
 
 
-def compare(case: Case, count: int, seed: int, folder: Path) -> Found:
+def compare(case: Case, count: int, seed: int, folder: Path) -> Comparison:
     """Answer `count` prompts with one engine and with two, in batches; no page may stay held."""
     with LLM(case.model, _options(case)) as alone:
         prompts = list(_prompts(alone, count, seed))
@@ -83,7 +83,9 @@ def compare(case: Case, count: int, seed: int, folder: Path) -> Found:
     different = [
         n for n, pair in enumerate(zip(result, expected, strict=True)) if pair[0] != pair[1]
     ]
-    return Found(sum(map(len, result)), different, decode_side.transfers, decode_side.num_bytes)
+    return Comparison(
+        sum(map(len, result)), different, decode_side.transfers, decode_side.num_bytes
+    )
 
 
 def _options(case: Case, disaggregation: DisaggregationOptions | None = None) -> EngineOptions:

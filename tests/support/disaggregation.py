@@ -165,7 +165,7 @@ class Network:
     ) -> None:
         self._choose, self._counts = choose, counts
         self._send = Connection.send
-        monkeypatch.setattr(Connection, "send", lambda *given: self._pass(*given))  # noqa: PLW0108 - it is bound
+        monkeypatch.setattr(Connection, "send", lambda *arguments: self._pass(*arguments))  # noqa: PLW0108 - it is bound
 
     def _pass(self, connection: Connection[Any], message: Any, pages: Any = None) -> None:
         name = type(message).__name__
@@ -178,7 +178,7 @@ class Network:
             case "late" if pages is not None:  # which would be overwritten
                 time.sleep(_LATE_S)
             case "late":
-                threading.Timer(_LATE_S, self._late, (connection, message)).start()
+                threading.Timer(_LATE_S, self._send_late, (connection, message)).start()
                 return
             case "doubled" if isinstance(message, messages.Content):
                 self._send(connection, message, pages)
@@ -188,7 +188,7 @@ class Network:
                 connection.cut()
         self._send(connection, message, pages)
 
-    def _late(self, connection: Connection[Any], message: Any) -> None:
+    def _send_late(self, connection: Connection[Any], message: Any) -> None:
         with suppress(ConnectionLostError):
             self._send(connection, message)
 

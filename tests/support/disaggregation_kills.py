@@ -58,25 +58,25 @@ class Pair:
         command = (*our_command(str(self._path), 1), "--accept-quality", "--no-access-log")
         size = ("--context-length", str(_CONTEXT), "--token-budget", "64", "--dashboard")
         link = ("--peer-link", self._link) if self._link else ()
-        given = (*command, *size, *roles[side], *always, *link)
-        self.servers[side] = Server(side, given, self._path.parent, self._stack)
+        server_command = (*command, *size, *roles[side], *always, *link)
+        self.servers[side] = Server(side, server_command, self._path.parent, self._stack)
 
     async def harm(self, side: str, kind: str) -> None:
         """Send a signal to a server or to its engine process, which may be stopped already."""
         server = self.servers[side].pid
-        how, what = kind.split()
+        how, target = kind.split()
         signal_ = signal.SIGSTOP if how == "stop" else signal.SIGKILL
-        if what == "server":
+        if target == "server":
             os.kill(server, signal_)
             return
         name = b"twostroke.engine." + (
-            b"process" if what == "engine" else b"disaggregation.nixl_process"
+            b"process" if target == "engine" else b"disaggregation.nixl_process"
         )
         until_s = time.monotonic() + _BACK_S
         while not (
             results := [descendant for descendant in descendants(server) if _is(descendant, name)]
         ):
-            assert time.monotonic() < until_s, f"The {side} server starts no {what}."
+            assert time.monotonic() < until_s, f"The {side} server starts no {target}."
             await asyncio.sleep(0.05)
         os.kill(results[0], signal_)
 
@@ -133,8 +133,8 @@ async def _fault(
     requests = [asyncio.create_task(pair.send_prompt(prompt)) for prompt in prompts]
     await asyncio.sleep(rng.uniform(0.0, _MOMENT_S))
     await pair.harm(side, kind)
-    done, late = await asyncio.wait(requests, timeout=_ANSWERED_S)
-    for task in late:
+    done, unanswered = await asyncio.wait(requests, timeout=_ANSWERED_S)
+    for task in unanswered:
         task.cancel()
         wrong.append("a request hangs")
     for task, text in zip(requests, texts, strict=True):
@@ -151,8 +151,8 @@ async def _fault(
     if kind == "kill server":
         await asyncio.to_thread(pair.start, side)
     wrong += await _at_rest(pair)
-    if (again := await pair.send_prompt(prompts[0])) != texts[0]:
-        wrong.append(f"{again!r} afterwards")
+    if (later_text := await pair.send_prompt(prompts[0])) != texts[0]:
+        wrong.append(f"{later_text!r} afterwards")
     return counts, [f"{side}, {kind}: {fault}" for fault in wrong]
 
 

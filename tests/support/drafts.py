@@ -41,8 +41,8 @@ def random_draft_tree(
     for _ in range(rng.randint(2, 5)):
         at = ROOT
         for token in random_draft(rng, request, output, vocab_size):
-            alike = (i for i, p in enumerate(parents) if p == at and tokens[i] == token)
-            result = next(alike, None)
+            matching_drafts = (i for i, p in enumerate(parents) if p == at and tokens[i] == token)
+            result = next(matching_drafts, None)
             if result is None:
                 result = len(tokens)
                 tokens.append(token)

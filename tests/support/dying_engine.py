@@ -164,8 +164,8 @@ class Process(EngineProcess):
             self.kill()
             return
         finally:
-            for id_, asked in self.handler._open.items():
-                if not self.backend.computed.isdisjoint(asked.request_ids):
+            for id_, open_request in self.handler._open.items():
+                if not self.backend.computed.isdisjoint(open_request.request_ids):
                     self._computed.add(id_)
         if self.handler._failure is not None:
             self.send(wire.EngineFailed(self.handler._failure))

@@ -74,8 +74,8 @@ class Backend(ReferenceBackend):
             return super().run(plan)
         drawing = [part.request for part in plan.slices if part.samples]
         tokens = [self._scripted(request) for request in drawing]
-        wanted = [request.params.logprobs is not None for request in drawing]
-        return StepResult(tokens, [_CERTAIN if want else None for want in wanted])
+        wants_logprobs = [request.params.logprobs is not None for request in drawing]
+        return StepResult(tokens, [_CERTAIN if want else None for want in wants_logprobs])
 
     def _scripted(self, request: Request) -> int:
         """Sample from logits that prefer the first script that continues the output.
@@ -84,11 +84,11 @@ class Backend(ReferenceBackend):
         """
         logits = -_LESS_LIKELY * np.arange(1, self.vocab_size + 1, dtype=np.float32)
         logits[list(request.end_ids)] = 0.0
-        place = request.num_output
+        num_output = request.num_output
         scripts = (self.script, *self.other_scripts)
         for rank, script in reversed(list(enumerate(scripts))):
-            if place < len(script) and list(script[:place]) == request.output:
-                logits[script[place]] = _LIKELY * _LESS_LIKELY**-rank
+            if num_output < len(script) and list(script[:num_output]) == request.output:
+                logits[script[num_output]] = _LIKELY * _LESS_LIKELY**-rank
         mask = None
         if request.matcher:
             masks = np.zeros((1, request.matcher.num_words), np.uint32)

@@ -48,7 +48,9 @@ class FakeModel:
         self.windows = windows
         self._page_size = page_size
         self._slots = [-1] * (num_pages * page_size)
-        self._drawn: dict[Request, list[int]] = {}  # each request's newest token, and its place
+        self._drawn_tokens: dict[
+            Request, list[int]
+        ] = {}  # each request's newest token, and its place
 
     def run(self, plan: StepPlan) -> StepResult:
         """Write the plan's rows, then sample; in reverse order, so that slices are independent."""
@@ -100,7 +102,7 @@ class FakeModel:
             assert position == slice_.start, "a state of another position"
             tokens = request.tokens[slice_.start : slice_.start + slice_.count]
             if slice_.is_blind:
-                tokens = [self._drawn[request][1]]
+                tokens = [self._drawn_tokens[request][1]]
             for at, token in enumerate(tokens, position):
                 state = self._next_state(request, state, at, token)
             position += len(tokens)
@@ -123,7 +125,7 @@ class FakeModel:
         ends = [*firsts, len(slice_.drafts)]
         tokens = request.tokens[slice_.start : slice_.start + slice_.count]
         if slice_.is_blind:
-            position, token = self._drawn[request]
+            position, token = self._drawn_tokens[request]
             assert position == slice_.start, "a token that the step before did not draw"
             tokens = [token]
         tokens += slice_.drafts[: ends[0]]
@@ -140,8 +142,11 @@ class FakeModel:
         if not branch.is_copied:
             return
         size, page_index = self._page_size, branch.own_page_index
-        for theirs, own in zip(request.pages, branch.pages, strict=True):
-            source, target = theirs[page_index] * size, own[page_index - branch.page_index] * size
+        for theirs, branch_pages in zip(request.pages, branch.pages, strict=True):
+            source, target = (
+                theirs[page_index] * size,
+                branch_pages[page_index - branch.page_index] * size,
+            )
             self._slots[target : target + size] = self._slots[source : source + size]
 
     def _write_run(
@@ -181,7 +186,7 @@ class FakeModel:
         cuts = [0, *(1 + branch.first for branch in slice_.branches), 1 + len(slice_.drafts)]
         tables = [request.pages, *(_pages_of(request, branch) for branch in slice_.branches)]
         starts = [end, *(branch.position + 1 for branch in slice_.branches)]
-        drawn: list[int] = []
+        drawn_tokens: list[int] = []
         for pages, start, first, after in zip(tables, starts, cuts[:-1], cuts[1:], strict=True):
             for at in range(start, start + after - first):
                 seen = [
@@ -190,10 +195,10 @@ class FakeModel:
                     for slot in self._slots_of(pages, group, low, at)
                 ]
                 if self._states_in_slots:
-                    seen.append(self._states_in_slots[_states_after(slice_)[len(drawn)]][1])
-                drawn.append(_choose(seen, request.seed))
-        self._drawn[request] = [end, drawn[0]]
-        return drawn
+                    seen.append(self._states_in_slots[_states_after(slice_)[len(drawn_tokens)]][1])
+                drawn_tokens.append(_choose(seen, request.seed))
+        self._drawn_tokens[request] = [end, drawn_tokens[0]]
+        return drawn_tokens
 
     def _score(self, slice_: Slice) -> list[TokenLogprobs]:
         """Return the log-probabilities of the prompt's tokens after the rows that are scored."""
@@ -283,7 +288,7 @@ def _states_after(slice_: Slice) -> tuple[int, ...]:
 
 def _pages_of(request: Request, branch: DraftBranch) -> list[list[int]]:
     both = zip(request.pages, branch.pages, strict=True)
-    return [[*theirs[: branch.page_index], *own] for theirs, own in both]
+    return [[*theirs[: branch.page_index], *branch_pages] for theirs, branch_pages in both]
 
 
 def expected_output(

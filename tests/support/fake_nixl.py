@@ -37,31 +37,31 @@ class FakeNixlProcess:
         self.address = NixlAddress(str(next(_names)).encode(), 0, 0)
         self.processes_by_address[self.address.metadata] = self
         self._other = self
-        self._ended, self._writers = threading.Event(), list[threading.Thread]()
+        self._has_ended, self._writers = threading.Event(), list[threading.Thread]()
 
     def connect(self, address: NixlAddress, within_s: float) -> None:
         del within_s
         self._other = self.processes_by_address[address.metadata]
 
     def move(
-        self, own: Sequence[int], theirs: Sequence[int], within_s: float, *, is_write: bool
+        self, our_pages: Sequence[int], theirs: Sequence[int], within_s: float, *, is_write: bool
     ) -> None:
-        here, there = (self, self._other) if is_write else (self._other, self)
-        sources, targets = (own, theirs) if is_write else (theirs, own)
+        source, target = (self, self._other) if is_write else (self._other, self)
+        sources, targets = (our_pages, theirs) if is_write else (theirs, our_pages)
         fault = type(self).choose()
-        if fault or here._ended.is_set() or there._ended.is_set():
-            there._corrupt_pages(list(targets))
+        if fault or source._has_ended.is_set() or target._has_ended.is_set():
+            target._corrupt_pages(list(targets))
             if fault == "stuck":
-                self._ended.wait(within_s)
+                self._has_ended.wait(within_s)
             self.close()
             raise NixlProcessError("NIXL failed, as it was told.")
-        there.pages[list(targets)] = here.pages[list(sources)]
+        target.pages[list(targets)] = source.pages[list(sources)]
 
     def probe(self, within_s: float, *, is_write: bool) -> None:
         del within_s, is_write
 
     def end(self) -> None:
-        self._ended.set()
+        self._has_ended.set()
 
     def close(self) -> None:
         self.end()
@@ -70,11 +70,11 @@ class FakeNixlProcess:
 
     def _corrupt_pages(self, targets: list[int]) -> None:
         """Write random bytes to pages until this stand-in has ended."""
-        if self._ended.is_set():
+        if self._has_ended.is_set():
             return
 
         def write() -> None:
-            while not self._ended.wait(0.001):
+            while not self._has_ended.wait(0.001):
                 self.pages[targets] ^= 0xFF
 
         self._writers.append(threading.Thread(target=write, daemon=True))

@@ -35,8 +35,8 @@ class CostlyBodies:
         """Read the fields of all paths from an OpenAPI document."""
         self._document, self._num_bytes = document, num_bytes
 
-    def of(self, path: str, needed: Schema, *, most: int, seed: int = 0) -> Iterator[Body]:
-        """Yield up to `most` bodies for a path: each kind if that is enough, else some of them.
+    def of(self, path: str, needed: Schema, *, max_bodies: int, seed: int = 0) -> Iterator[Body]:
+        """Yield up to `max_bodies` for a path: each kind if that is enough, else some of them.
 
         `needed` are the fields that the path needs, with short values. Nested lists, which cost the
         most to decode, are always among the bodies.
@@ -45,7 +45,7 @@ class CostlyBodies:
         draw = random.Random(f"{path} {seed}")
         if "application/json" not in content:
             forms = [*_forms(content["multipart/form-data"]["schema"], self._num_bytes)]
-            yield from draw.sample(forms, min(most, len(forms)))
+            yield from draw.sample(forms, min(max_bodies, len(forms)))
             return
         schema = self._resolved(content["application/json"]["schema"])
         base = {name: json.dumps(value) for name, value in needed.items()}
@@ -53,8 +53,8 @@ class CostlyBodies:
         for label, name, make in (*self._fields(schema, 0), *self._foreign_fields()):
             makes.setdefault(label, partial(_object_with, base, name, make))
         labels = sorted(makes)
-        drawn = draw.sample(labels, min(most, len(labels)))
-        for label in dict.fromkeys([_NESTED, *drawn][:most]):
+        chosen_labels = draw.sample(labels, min(max_bodies, len(labels)))
+        for label in dict.fromkeys([_NESTED, *chosen_labels][:max_bodies]):
             yield Body(label, makes[label]().encode())
 
     def _repeated(self, base: dict[str, str]) -> str:
@@ -98,7 +98,7 @@ class CostlyBodies:
             yield ": a great exponent", lambda: "1e999999999"
         if "array" in kinds:
             items = schema.get("items", {})
-            yield ": many items", lambda: f"[{self._many(self._least(items))}]"
+            yield ": many items", lambda: f"[{self._many(self._least_value(items))}]"
             yield ": nested lists", self._nested_lists
             inner = self._values(items, depth + 1) if items else ()
             for label, make in inner:
@@ -121,18 +121,20 @@ class CostlyBodies:
             yield ": nested objects", self._nested_objects
 
     def _many_keys(self, schema: Schema, needed: dict[str, str]) -> str:
-        least = self._least(schema.get("additionalProperties"))
-        num_keys = self._num_bytes // (len(least) + 12)
-        return _object(needed | {f"k{number}": least for number in range(num_keys)})
+        least_value = self._least_value(schema.get("additionalProperties"))
+        num_keys = self._num_bytes // (len(least_value) + 12)
+        return _object(needed | {f"k{number}": least_value for number in range(num_keys)})
 
     def _nested_objects(self) -> str:
         return '{"a": ' * _MAX_DEPTH + self._word() + "}" * _MAX_DEPTH
 
     def _needed(self, schema: Schema) -> dict[str, str]:
         properties = schema.get("properties", {})
-        return {name: self._least(properties.get(name)) for name in schema.get("required", ())}
+        return {
+            name: self._least_value(properties.get(name)) for name in schema.get("required", ())
+        }
 
-    def _least(self, schema: Schema | bool | None, depth: int = 0) -> str:
+    def _least_value(self, schema: Schema | bool | None, depth: int = 0) -> str:
         """Return a short value that a schema allows."""
         if not isinstance(schema, dict) or depth > _MAX_NESTING:
             return "1"
@@ -141,7 +143,7 @@ class CostlyBodies:
             return json.dumps(schema.get("const", (schema.get("enum") or [None])[0]))
         for part in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
             if part.get("type") != "null":
-                return self._least(part, depth + 1)
+                return self._least_value(part, depth + 1)
         kind = next((kind for kind in _kinds(schema) if kind != "null"), "null")
         if kind == "object":
             return _object(self._needed(schema))

@@ -26,20 +26,20 @@ if TYPE_CHECKING:
     from support.servers import LiveServer
 
 KEYS: Final = {"k": "anna", "other": "ben"}
-SAID: Final = [{"role": "user", "content": "a"}]
+MESSAGES: Final = [{"role": "user", "content": "a"}]
 # The fields that each path with a body of JSON needs.
 NEEDED: Final[dict[str, dict[str, Any]]] = {
-    "/v1/chat/completions": {"messages": SAID, "max_tokens": 1},
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 1},
     "/v1/completions": {"prompt": "a", "max_tokens": 1},
-    "/v1/messages": {"messages": SAID, "max_tokens": 1},
-    "/v1/messages/count_tokens": {"messages": SAID},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 1},
+    "/v1/messages/count_tokens": {"messages": MESSAGES},
     "/v1/responses": {"input": "a", "max_output_tokens": 1},
     "/v1/responses/compact": {"input": "a"},
     "/v1/responses/input_tokens": {"input": "a"},
-    "/v1/chat/completions/input_tokens": {"messages": SAID},
+    "/v1/chat/completions/input_tokens": {"messages": MESSAGES},
     "/completion": {"prompt": "a", "n_predict": 1},
     "/infill": {"input_prefix": "a", "input_suffix": "", "n_predict": 1},
-    "/api/chat": {"messages": SAID, "options": {"num_predict": 1}},
+    "/api/chat": {"messages": MESSAGES, "options": {"num_predict": 1}},
     "/api/generate": {"prompt": "a", "options": {"num_predict": 1}},
     "/api/show": {"model": "tiny"},
     "/api/pull": {"model": "tiny"},
@@ -49,7 +49,7 @@ NEEDED: Final[dict[str, dict[str, Any]]] = {
     "/api/embeddings": {"prompt": "a"},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [5]},
-    "/apply-template": {"messages": SAID},
+    "/apply-template": {"messages": MESSAGES},
     "/v1/conversations": {},
     "/v1/conversations/{conversation_id}": {"metadata": {}},
     "/v1/conversations/{conversation_id}/items": {"items": []},
@@ -146,10 +146,10 @@ class Flood:
         self._pulse.close()
         self._http.close()
 
-    def send(self, path: str, *, num_bytes: int, most: int, seed: int = 0) -> None:
-        """Send up to `most` bodies to a path, one after another; record each fault."""
+    def send(self, path: str, *, num_bytes: int, max_bodies: int, seed: int = 0) -> None:
+        """Send up to `max_bodies` bodies to a path, one after another; record each fault."""
         bodies = CostlyBodies(self._document, num_bytes)
-        for body in bodies.of(path, NEEDED.get(path, {}), most=most, seed=seed):
+        for body in bodies.of(path, NEEDED.get(path, {}), max_bodies=max_bodies, seed=seed):
             self.send_body(path, body)
 
     def send_body(self, path: str, body: Body) -> None:
@@ -177,14 +177,14 @@ class Flood:
         used_s = time.process_time() - began_s
         return Cost(status, text, self._pulse.held_s, used_s, _peak() - before)
 
-    def _check(self, what: str, cost: Cost, num_bytes: int) -> None:
+    def _check(self, label: str, cost: Cost, num_bytes: int) -> None:
         if cost.status == 0 or (cost.status >= 500 and cost.status != 501):
-            self.wrong.append(f"{what}: {cost.status} {cost.text[:200]}")
+            self.wrong.append(f"{label}: {cost.status} {cost.text[:200]}")
         if cost.held_s > (most_s := _MOST_HELD * self._unit_s):
-            held = f"{cost.held_s:.3f} processor seconds"
-            self.wrong.append(f"{what}: nobody else was served for {held}, not {most_s:.3f}")
+            held_text = f"{cost.held_s:.3f} processor seconds"
+            self.wrong.append(f"{label}: nobody else was served for {held_text}, not {most_s:.3f}")
         if cost.more_bytes > (most_bytes := _RESERVE_BYTES + _BYTES_FOR_EACH * num_bytes):
-            self.wrong.append(f"{what}: {cost.more_bytes >> 20} MiB, not {most_bytes >> 20}")
+            self.wrong.append(f"{label}: {cost.more_bytes >> 20} MiB, not {most_bytes >> 20}")
 
     def costliest(self, path: str) -> Body:
         """Return the body of a path that took the most processor time."""
@@ -192,7 +192,7 @@ class Flood:
 
     def abandon(self, server: LiveServer, path: str, body: Body) -> None:
         """Send a body several times and disconnect; check that no other tenant waited for it."""
-        what, single_s = f"{path}, {body.label}, abandoned", self._single_s(path, body)
+        label, single_s = f"{path}, {body.label}, abandoned", self._single_s(path, body)
         (plans,) = server.api._extensions
         assert isinstance(plans, Plans)
         lines = (server.api._readers._queue, plans._thread._queue)
@@ -217,13 +217,15 @@ class Flood:
             if waited_s > most_s:
                 waited = f"{waited_s:.3f} processor seconds"
                 self.wrong.append(
-                    f"{what}: {name} of another waited for {waited}, not {most_s:.3f}"
+                    f"{label}: {name} of another waited for {waited}, not {most_s:.3f}"
                 )
         if rest_s > 1.5 * single_s + most_s:  # the one that was begun, and not the others
-            self.wrong.append(f"{what}: {rest_s:.3f} processor seconds after its clients had left")
+            self.wrong.append(f"{label}: {rest_s:.3f} processor seconds after its clients had left")
 
     def _single_s(self, path: str, body: Body) -> float:
-        return next(used for used, _, where, one in self.costs if where == path and one is body)
+        return next(
+            used for used, _, where, cost_body in self.costs if where == path and cost_body is body
+        )
 
     @contextmanager
     def _stream(self, server: LiveServer) -> Iterator[list[float]]:

@@ -242,7 +242,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def transfer(self, content: bytes, headers: dict[str, str] | None = None) -> None:
         hub, start = self.hub, 0
-        wanted = self.headers.get("Range")
+        byte_range = self.headers.get("Range")
         total = len(content)
         if hub.damaged:
             content = content[:-1] + bytes([content[-1] ^ 1])
@@ -250,8 +250,8 @@ class _Handler(BaseHTTPRequestHandler):
             content += b"more"
         headers = {"Accept-Ranges": "bytes", **(headers or {})}
         end = len(content)
-        if wanted and hub.knows_ranges:
-            first, last = wanted.removeprefix("bytes=").split("-")
+        if byte_range and hub.knows_ranges:
+            first, last = byte_range.removeprefix("bytes=").split("-")
             start, end = int(first), min(int(last) + 1, end) if last else end
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{total}"
         is_part = start > 0 or end < len(content)

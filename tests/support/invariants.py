@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 def check_pool(pool: PagePool, holders: Iterable[Sequence[int]] = ()) -> None:
     """Assert that each page is in one state; `holders` are all lists of pages with references."""
     expected = Counter(page for pages in holders for page in pages)
-    counted = {page: count for page, count in enumerate(pool._counts) if count}
-    assert counted == dict(expected), f"references {dict(expected)}, counted {counted}"
-    free, cached, referenced = set(pool._free), set(pool._cached), set(counted)
+    counts = {page: count for page, count in enumerate(pool._counts) if count}
+    assert counts == dict(expected), f"references {dict(expected)}, counted {counts}"
+    free, cached, referenced = set(pool._free), set(pool._cached), set(counts)
     assert len(free) == len(pool._free), "a page is free twice"
     assert len(free | cached | referenced) == pool.num_pages, "a page is lost"
     assert len(free) + len(cached) + len(referenced) == pool.num_pages, "two states"
@@ -35,12 +35,12 @@ def check_index(index: PrefixIndex) -> None:
     """Assert that keys and pages match and that the pool keeps exactly these pages."""
     indexed = {
         page: (group, key)
-        for group, known in enumerate(index._pages)
-        for key, page in known.items()
+        for group, group_pages in enumerate(index._pages)
+        for key, page in group_pages.items()
     }
     assert indexed == index._keys
-    kept = {page for page, is_kept in enumerate(index._pool._is_kept) if is_kept}
-    assert kept == set(index._keys), f"indexed {set(index._keys)}, kept {kept}"
+    kept_pages = {page for page, is_kept in enumerate(index._pool._is_kept) if is_kept}
+    assert kept_pages == set(index._keys), f"indexed {set(index._keys)}, kept {kept_pages}"
 
 
 def check_scheduler(
@@ -51,13 +51,13 @@ def check_scheduler(
     `moved` are the pages of each transfer and lease, `held_slots` their recurrent states.
     """
     waiting, running = scheduler._waiting, scheduler._running
-    ended = scheduler._in_flight.ended_requests
+    ended_requests = scheduler._in_flight.ended_requests
     slices_in_flight = [part for plan, _ in scheduler._in_flight.steps for part in plan.slices]
-    holders = [all_pages(state.request.pages) for state in (*running, *ended)]
+    holders = [all_pages(state.request.pages) for state in (*running, *ended_requests)]
     holders += [branch.own_pages for part in slices_in_flight for branch in part.branches]
     check_pool(scheduler._pool, [*holders, *moved])
     if scheduler._recurrent is not None:
-        slots = Counter(state.request.state_slot for state in (*running, *ended))
+        slots = Counter(state.request.state_slot for state in (*running, *ended_requests))
         slots += Counter(part.write_state for part in slices_in_flight)
         slots += Counter(held_slots)
         slots += Counter(slot for part in slices_in_flight for slot in part.draft_states)
@@ -68,9 +68,9 @@ def check_scheduler(
         ), "a recurrent state was lost or kept"
         num_referenced = sum(pool.num_references(slot) > 0 for slot in range(pool.num_slots))
         assert pool.num_available == pool.num_slots - num_referenced
-    for state in (*running, *ended):
+    for state in (*running, *ended_requests):
         check_in_flight(state.request, slices_in_flight)
-    assert all(state.request.is_in_flight and not state.is_running for state in ended)
+    assert all(state.request.is_in_flight and not state.is_running for state in ended_requests)
     assert running == sorted(running, key=priority_key), "requests are out of order"
     assert waiting.ready == sorted(waiting.ready, key=priority_key), "a queue is out of order"
     assert all(state.is_running for state in running)

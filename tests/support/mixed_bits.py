@@ -18,6 +18,6 @@ if TYPE_CHECKING:
 def mixed_bits(program: Program, tensors: Mapping[str, QuantTensor]) -> ActivationBits:
     """Return activation bits of 8, 15 and 9 in turn for a Program's products."""
     products = products_of(program, tensors)
-    given = zip(products, cycle((8, 15, 9)), strict=False)
-    bits = {name: bits for product, bits in given if bits != 15 for name in product.matrices}
+    product_bits = zip(products, cycle((8, 15, 9)), strict=False)
+    bits = {name: bits for product, bits in product_bits if bits != 15 for name in product.matrices}
     return ActivationBits("", METHOD, bits, 0.0, sum(len(p.matrices) for p in products))

@@ -198,19 +198,19 @@ def random_rows(num_rows: int, num_inputs: int, rng: np.random.Generator) -> np.
 # The twins
 
 
-def quantize_rows(x: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Round activations to at most `most`.
+def quantize_rows(x: np.ndarray, max_code: int) -> tuple[np.ndarray, np.ndarray]:
+    """Round activations to at most `max_code`.
 
     Returns scales (rows, blocks) float32 and q (rows, blocks, 32) int64.
     """
     blocks = x.reshape(len(x), -1, 32)
     amax = np.abs(blocks).max(axis=-1)
     usable = amax >= np.float32(2.0**-100)
-    scales = np.where(usable, amax / np.float32(most), np.float32(0)).astype(np.float32)
+    scales = np.where(usable, amax / np.float32(max_code), np.float32(0)).astype(np.float32)
     with np.errstate(divide="ignore"):
         inverse = np.where(usable, np.float32(1) / scales, np.float32(0)).astype(np.float32)
     q = np.rint(blocks * inverse[..., None]).astype(np.int64)
-    assert np.abs(q).max(initial=0) <= most
+    assert np.abs(q).max(initial=0) <= max_code
     return scales, q
 
 
@@ -225,8 +225,8 @@ def rest_of_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     is_fine = np.zeros(amax.shape, bool)
     for begin in range(0, amax.shape[1], MIXED_STRETCH):
         order = np.argsort(-amax[:, begin : begin + MIXED_STRETCH], axis=1, kind="stable")
-        places = begin + order[:, : -(-order.shape[1] // MIXED_SHARE)]
-        np.put_along_axis(is_fine, places, values=True, axis=1)
+        fine_columns = begin + order[:, : -(-order.shape[1] // MIXED_SHARE)]
+        np.put_along_axis(is_fine, fine_columns, values=True, axis=1)
     return scales, np.where(is_fine[..., None], fine - 128 * coarse, 0)
 
 

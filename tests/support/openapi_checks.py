@@ -30,9 +30,9 @@ class Description:
     def __init__(self, document: Parts) -> None:
         self.document = copy.deepcopy(document)
         schemas = self.document["components"]["schemas"]
-        asked = _reachable(_bodies(self.document), schemas)
+        body_schemas = _reachable(_bodies(self.document), schemas)
         for name, schema in schemas.items():
-            if name not in asked:
+            if name not in body_schemas:
                 schema["additionalProperties"] = False
         self._registry = Registry([(_ROOT, self.document)])
         self._validators: dict[str, Draft202012Validator] = {}
@@ -96,7 +96,9 @@ class Description:
         if exact is not None:
             return dict(exact)
         # The longer path is the more exact one.
-        for name, pattern in sorted(self._patterns.items(), key=lambda one: -len(one[0])):
+        for name, pattern in sorted(
+            self._patterns.items(), key=lambda name_and_pattern: -len(name_and_pattern[0])
+        ):
             if "{" in name and pattern.fullmatch(path) and method.lower() in paths[name]:
                 return dict(paths[name][method.lower()])
         return None
@@ -138,10 +140,10 @@ def _bodies(document: Parts) -> Iterator[Parts]:
 
 def _reachable(parts: Any, schemas: Parts) -> set[str]:
     """Return the names of the schemas that parts of a document refer to."""
-    found, waiting = set[str](), [*parts]
+    reached_names, waiting = set[str](), [*parts]
     while waiting:
         for name in re.findall(r'"#/components/schemas/(\w+)"', json.dumps(waiting.pop())):
-            if name not in found:
-                found.add(name)
+            if name not in reached_names:
+                reached_names.add(name)
                 waiting.append(schemas[name])
-    return found
+    return reached_names

@@ -14,8 +14,8 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE = "\u2581"
 UNK, START, END, TAG = "<unk>", "<s>", "</s>", "<tag>"
 # In the order of their scores, the best first; "s>▁" reaches across a space.
-MADE = ["he", "ll", "▁he", "hell", "llo", "▁hell", "lo", "▁hello", "aa", "aaa", "aaaa"]
-MADE += ["▁a", "ab", "bab", "s>▁b", "s>", ">▁", ">▁b", "日本", "é▁"]
+MERGED = ["he", "ll", "▁he", "hell", "llo", "▁hell", "lo", "▁hello", "aa", "aaa", "aaaa"]
+MERGED += ["▁a", "ab", "bab", "s>▁b", "s>", ">▁", ">▁b", "日本", "é▁"]
 LETTERS = "▁helosabw>é日本"
 
 
@@ -23,9 +23,9 @@ def piece_metadata(**keys: object) -> dict[str, object]:
     """Return the tokenizer's GGUF metadata; `keys` sets keys, None removes one."""
     byte_tokens = [f"<0x{value:02X}>" for value in range(256)]
     runs = ["  ", "   ", "    "]
-    tokens = [UNK, START, END, TAG, *runs, *byte_tokens, *LETTERS, *MADE]
+    tokens = [UNK, START, END, TAG, *runs, *byte_tokens, *LETTERS, *MERGED]
     types = [UNKNOWN, CONTROL, CONTROL, USER_DEFINED, *[USER_DEFINED] * len(runs)]
-    types += [BYTE] * 256 + [NORMAL] * (len(LETTERS) + len(MADE))
+    types += [BYTE] * 256 + [NORMAL] * (len(LETTERS) + len(MERGED))
     scores = [-1000.0] * (4 + len(runs)) + [0.0] * 256
     scores += [-1e9] * len(LETTERS)
     scores += [-float(index) for index in range(len(tokens) - len(scores))]

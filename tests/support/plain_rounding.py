@@ -39,19 +39,19 @@ def plain_rounding(weight: Floats, moments: Moments, grid: BlockGrid) -> Floats:
     wide = moments.damped
     slopes = wide @ (right - values)
     for i, block in enumerate(blocks):
-        own, inner = wide[block, block], inverse_factors(moments.damped[block, block])
-        held = values[block].copy()
-        wanted = held + (inner @ inner.T) @ slopes[block]
-        error = wanted - held
-        least = np.einsum("io,io->o", error, own @ error) * (1 - LEAST_GAIN)
-        line = refit(wanted, levels[block], own, grid)
+        block_moments, inner = wide[block, block], inverse_factors(moments.damped[block, block])
+        held_values = values[block].copy()
+        targets = held_values + (inner @ inner.T) @ slopes[block]
+        error = targets - held_values
+        required_loss = np.einsum("io,io->o", error, block_moments @ error) * (1 - LEAST_GAIN)
+        line = refit(targets, levels[block], block_moments, grid)
         for trial in TRIALS:
             tried = stored(line, trial, units[i // grid.num_groups], grid)
-            coded, _, loss = code(wanted, inner, tried, grid)
-            better = loss < least
-            least = np.where(better, loss, least)
+            coded, _, loss = code(targets, inner, tried, grid)
+            better = loss < required_loss
+            required_loss = np.where(better, loss, required_loss)
             values[block] = np.where(better, coded * tried.scale + tried.smallest, values[block])
-        slopes -= wide[:, block] @ (values[block] - held)
+        slopes -= wide[:, block] @ (values[block] - held_values)
     return values.T
 
 
@@ -86,12 +86,12 @@ def nearest(values: Floats, grid: BlockGrid) -> Floats:
 
 
 def code(
-    wanted: Floats, inner: Floats, line: Line, grid: BlockGrid
+    targets: Floats, inner: Floats, line: Line, grid: BlockGrid
 ) -> tuple[Floats, Floats, Floats]:
     """Return levels and errors of a group (group, outputs), and the loss of each output."""
-    levels, errors = np.empty_like(wanted), np.empty_like(wanted)
-    for i in range(len(wanted)):
-        value = wanted[i] - line.smallest - inner[i, :i] @ errors[:i]
+    levels, errors = np.empty_like(targets), np.empty_like(targets)
+    for i in range(len(targets)):
+        value = targets[i] - line.smallest - inner[i, :i] @ errors[:i]
         levels[i] = nearest(value * inverse(line.scale), grid)
         errors[i] = (value - levels[i] * line.scale) / inner[i, i]
     return levels, errors, np.square(errors).sum(axis=0)
@@ -111,11 +111,11 @@ def stored(line: Line, trial: int, units: tuple[Floats, Floats], grid: BlockGrid
         else:
             smallest = halved(smallest)
     else:
-        (top, bottom), (least, most) = units, grid.shares
-        share = np.rint(np.clip(line.scale * inverse(top), least, most))
-        scale = top * np.clip(share + trial, least, most)
-        wanted = line.smallest + half * (line.scale - scale)
-        smallest = -bottom * np.rint(np.clip(-wanted * inverse(bottom), 0, most))
+        (top, bottom), (min_share, max_share) = units, grid.shares
+        share = np.rint(np.clip(line.scale * inverse(top), min_share, max_share))
+        scale = top * np.clip(share + trial, min_share, max_share)
+        target = line.smallest + half * (line.scale - scale)
+        smallest = -bottom * np.rint(np.clip(-target * inverse(bottom), 0, max_share))
     return Line(scale, np.zeros_like(scale) if grid.peaks else smallest)
 
 
@@ -123,10 +123,10 @@ def units_of(lines: list[Line], grid: BlockGrid) -> tuple[Floats, Floats]:
     """Return the units of scales and of smallest values of a super-block."""
     scales, lows = np.array([x.scale for x in lines]), np.array([x.smallest for x in lines])
     farthest = np.take_along_axis(scales, np.abs(scales).argmax(axis=0)[None], axis=0)[0]
-    least, most = grid.shares
-    end = least if -least > most else most
+    min_share, max_share = grid.shares
+    end = min_share if -min_share > max_share else max_share
     lowest = np.minimum(lows.min(axis=0), 0)
-    return halved(farthest / np.float32(end or 1)), halved(-lowest / np.float32(most or 1))
+    return halved(farthest / np.float32(end or 1)), halved(-lowest / np.float32(max_share or 1))
 
 
 def fitted(values: Floats, weights: Floats, grid: BlockGrid) -> Line:
@@ -144,7 +144,7 @@ def fitted(values: Floats, weights: Floats, grid: BlockGrid) -> Line:
         low = np.minimum(low, 0)
     if grid.has_whole_zeros:
         top = np.maximum(top, 0)
-    best, least = Line(np.zeros_like(low), low), np.full_like(low, np.inf)
+    best, least_error = Line(np.zeros_like(low), low), np.full_like(low, np.inf)
     high = np.float32(grid.high)
     for stretch in STRETCHES:
         steps = (values - (low + (top - low) / 2)) * inverse((top - low) * stretch / high)
@@ -165,19 +165,19 @@ def fitted(values: Floats, weights: Floats, grid: BlockGrid) -> Line:
             scale = np.where(is_below, down, scale).astype(np.float32)
             smallest = np.where(is_below, -high * down, smallest)
         error = (shares * np.square(values - scale * codes - smallest)).sum(axis=0)
-        is_better = error < least
-        least = np.where(is_better, error, least)
+        is_better = error < least_error
+        least_error = np.where(is_better, error, least_error)
         best = Line(*(np.where(is_better, new, old) for new, old in zip((scale, smallest), best)))  # noqa: B905
     return best
 
 
-def refit(wanted: Floats, levels: Floats, own: Floats, grid: BlockGrid) -> Line:
+def refit(targets: Floats, levels: Floats, block_moments: Floats, grid: BlockGrid) -> Line:
     """Return the best scale and smallest value for given levels."""
-    seen = own @ levels
-    along, size = (np.einsum("io,io->o", seen, each) for each in (wanted, levels))
+    seen = block_moments @ levels
+    along, size = (np.einsum("io,io->o", seen, each) for each in (targets, levels))
     if grid.peaks:
         return Line(along * inverse(size), np.zeros_like(along))
-    mean, shift, total = seen.sum(axis=0), own.sum(axis=0) @ wanted, own.sum()
+    mean, shift, total = seen.sum(axis=0), block_moments.sum(axis=0) @ targets, block_moments.sum()
     spread = size * total - mean * mean
     is_clear = spread > 1e-5 * size * total
     scale = np.where(is_clear, along * total - shift * mean, 0) / np.where(is_clear, spread, 1)

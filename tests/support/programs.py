@@ -96,7 +96,7 @@ def _borrowing() -> Program:
     return decoder(spec, gemma4_layer, embedding_scale=8.0)
 
 
-def _beside() -> Program:
+def _experts_in_parallel() -> Program:
     """Return a small Gemma 4 with experts in parallel to each feed-forward."""
     spec = replace(
         SPEC,
@@ -127,7 +127,7 @@ def _latent(latent: LatentSpec, num_heads: int, routing: RoutingSpec) -> Program
 
 PROGRAMS: dict[str, Program] = {
     "borrowing": _borrowing(),
-    "experts beside": _beside(),
+    "experts beside": _experts_in_parallel(),
     "latent": _latent(LatentSpec(32, 16, 32, 48, 64), 4, RoutingSpec(2.5, True, True, 4, 2, 2)),
     "latent, many heads": _latent(
         LatentSpec(64, 16, 32, 32), 70, RoutingSpec(1.0, False, False, 4, 2, 1)
@@ -228,18 +228,18 @@ def random_tensors(
     tensors = {}
     for name, shape in program.weight_shapes.items():
         values = rng.standard_normal(shape) * shape[-1] ** -0.5
-        chosen = fmt
+        chosen_format = fmt
         if len(shape) == 1:
             values = 1 + 0.1 * values if "norm" in name else values
             values = -np.abs(values) if name.endswith("ssm_a") else values
-            chosen = "F32"
+            chosen_format = "F32"
         elif (
             name in {"token_embd.weight", "output.weight"} or name == "per_layer_token_embd.weight"
         ):
-            chosen = embedding_fmt
+            chosen_format = embedding_fmt
         elif "ffn_gate_inp" in name:
-            values, chosen = values * 3, "F32"
-        if shape[-1] % FORMATS[chosen].block_size:
-            chosen = "F32"
-        tensors[name] = QuantTensor.from_floats(values.astype(np.float32), FORMATS[chosen])
+            values, chosen_format = values * 3, "F32"
+        if shape[-1] % FORMATS[chosen_format].block_size:
+            chosen_format = "F32"
+        tensors[name] = QuantTensor.from_floats(values.astype(np.float32), FORMATS[chosen_format])
     return tensors

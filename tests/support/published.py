@@ -36,9 +36,9 @@ def words_of(codes: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _words_of_row(row: list[int], bits: int) -> list[int]:
-    whole = sum(code << (index * bits) for index, code in enumerate(row))
+    row_bits = sum(code << (index * bits) for index, code in enumerate(row))
     count = -(-len(row) * bits // 32)
-    return [whole >> (32 * word) & 0xFFFF_FFFF for word in range(count)]
+    return [row_bits >> (32 * word) & 0xFFFF_FFFF for word in range(count)]
 
 
 def gptq(bits: int, group: int, *, version: int = 1, act_order: bool = False) -> MakeModule:
@@ -167,11 +167,11 @@ def fp4(kind: str) -> MakeModule:
         packed = codes[:, ::2] | codes[:, 1::2] << 4
         parts: dict[str, Stored] = {"weight_packed": ("U8", packed.astype(np.uint8))}
         if kind == "nvfp4":
-            whole = np.float32(12345.6)
+            global_scale = np.float32(12345.6)
             numbers = [[e4m3(int(code)) for code in row] for row in stored]
-            scales = np.array(numbers, dtype=np.float32) / whole
+            scales = np.array(numbers, dtype=np.float32) / global_scale
             parts["weight_scale"] = ("F8_E4M3", stored)
-            parts["weight_global_scale"] = ("F32", np.array([whole]))
+            parts["weight_global_scale"] = ("F32", np.array([global_scale]))
         else:
             scales = np.ldexp(np.float32(1), stored.astype(np.int32) - 127)
             parts["weight_scale"] = ("U8", stored)

@@ -147,7 +147,7 @@ def _text(output: Sequence[int], tokenizer: Tokenizer) -> str | None:
 
 def snippets_of(schema: Schema) -> list[str]:
     """Return texts that values of a schema may have: names, listed values and literals."""
-    found = json.dumps(schema, ensure_ascii=False)
+    schema_text = json.dumps(schema, ensure_ascii=False)
     names = [*schema.get("properties", ())]
-    words = [word for word in _WORDS if word in found]
+    words = [word for word in _WORDS if word in schema_text]
     return [*names, *words, '"', "}", "]", ", ", "1", "true", "null", "7", "x"]

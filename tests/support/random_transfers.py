@@ -47,9 +47,11 @@ class RandomTransfers:
         transfer = self._all.begin(state, rng.choice((1.0, 5.0, math.inf)))
         if transfer is not None:
             lost = rng.random() * 0.2
-            there = {key for key in self._stored if rng.random() >= lost}
+            stored_keys = {key for key in self._stored if rng.random() >= lost}
             states = {key for key in self._stored_states if rng.random() >= lost}
-            missing = self._all.select_missing(transfer, there.__contains__, states.__contains__)
+            missing = self._all.select_missing(
+                transfer, stored_keys.__contains__, states.__contains__
+            )
             self._transfers.append((transfer, missing))
             self._counts["transfers"] += 1
 
@@ -79,7 +81,7 @@ class RandomTransfers:
         slots += [lease.state_slot for lease, _ in self._state_leases]
         return [slot for slot in slots if slot != NO_STATE]
 
-    def held(self) -> Iterable[Sequence[int]]:
+    def held_pages(self) -> Iterable[Sequence[int]]:
         """Return the pages of each transfer and lease."""
         yield from (list(transfer.pages.values()) for transfer, _ in self._transfers)
         yield from (list(lease.pages.values()) for lease, _ in self._leases)
@@ -87,8 +89,8 @@ class RandomTransfers:
     def check(self) -> None:
         """Assert that claims have owners, and that there is room for the longest request."""
         open_ = [transfer for transfer, _ in self._transfers]
-        assert all(one in open_ for one in self._all._claiming), "a claim outlived its owner"
-        num_held = sum(map(len, self.held()))
+        assert all(claim in open_ for claim in self._all._claiming), "a claim outlived its owner"
+        num_held = sum(map(len, self.held_pages()))
         assert num_held == self._all.num_held_pages <= self._all.max_held_pages, (
             "too many pages are held"
         )

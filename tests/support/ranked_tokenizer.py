@@ -48,9 +48,9 @@ def _merges(ordered: list[bytes], ranks: Mapping[bytes, int]) -> list[str]:
     lines: list[str] = []
     for token in ordered:
         cuts = ((token[:index], token[index:]) for index in range(1, len(token)))
-        known = [(a, b) for a, b in cuts if a in ranks and b in ranks]
-        known.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
-        lines += starmap("{} {}".format, ((_spell(a), _spell(b)) for a, b in known))
+        known_merges = [(a, b) for a, b in cuts if a in ranks and b in ranks]
+        known_merges.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+        lines += starmap("{} {}".format, ((_spell(a), _spell(b)) for a, b in known_merges))
     return lines
 
 

@@ -57,18 +57,20 @@ class Post:
     def record(self, rank: int, num_ranks: int) -> LinkRecord:
         """Return the record of a rank's end of the link, for the kernels."""
 
-        def all_gather(_: Any, team: Any, size: int, own: int, whole: int, num_bytes: Any) -> int:
+        def all_gather(
+            _: Any, team: Any, size: int, part_address: int, whole_address: int, num_bytes: Any
+        ) -> int:
             members = list(team[:size])
             for i, member in enumerate(members):
                 if member == rank:
-                    data = string_at(own, num_bytes[i])
+                    data = string_at(part_address, num_bytes[i])
             for member in members:
                 self._queue(rank, member).put(data)
             for i, member in enumerate(members):
                 result = self._queue(member, rank).get()
                 assert len(result) == num_bytes[i]
-                memmove(whole, result, len(result))
-                whole += len(result)
+                memmove(whole_address, result, len(result))
+                whole_address += len(result)
             return int(self.is_cut)
 
         def send(_: Any, to: int, data: int, num_bytes: int) -> int:
@@ -106,13 +108,13 @@ class ThreadRanks:
         activation_bits: Bits = 15,
         num_states: int = 0,
         post: Post | None = None,
-        kept: Sequence[str] = (),
+        kept_values: Sequence[str] = (),
     ) -> None:
         program, tensors = model
         self.program, self.mesh, self.library = program, mesh, load_library(level)
         self.bits, self.num_ranks = activation_bits, mesh.num_ranks
         self.num_states = num_states if program.state_layers else 0
-        self.parts = WeightShard(0, mesh, max_rows, None).parts(program, kept)
+        self.parts = WeightShard(0, mesh, max_rows, None).parts(program, kept_values)
         size = shared_bytes(self.parts, max_rows)
         self.page_size = mesh.num_kv_ranks * KV_SPLIT_TOKENS if mesh.kv_by_tokens else PAGE_SIZE
         all_pages = num_pages * len(program.cache_groups)
@@ -129,8 +131,8 @@ class ThreadRanks:
             lowered = lower_rank(self.parts, rank, activation_bits=activation_bits)
             pool = self._open.enter_context(thread_pool(self.library, threads))
             share = WeightShard(rank, mesh, max_rows, link)
-            own = share.tensors(self.parts[rank], tensors)
-            weights = PackedWeights(self.library, own, lowered)
+            rank_tensors = share.tensors(self.parts[rank], tensors)
+            weights = PackedWeights(self.library, rank_tensors, lowered)
             self._open.callback(weights.close)
             part = self.parts[rank].program
             end = PlanLink(link, max_rows)

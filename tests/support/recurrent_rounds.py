@@ -77,8 +77,8 @@ def _prompts(rng: random.Random) -> list[list[int]]:
     for _ in range(_NUM_PROMPTS):
         begin = rng.choice(prompts) if prompts and rng.random() < 0.8 else []
         begin = begin[: rng.choice((len(begin), len(begin), rng.randint(0, 300)))]
-        more = [rng.randrange(3, 250) for _ in range(rng.randint(1, 150))]
-        prompts.append([*begin, *more][:_MAX_TOKENS])
+        continuation = [rng.randrange(3, 250) for _ in range(rng.randint(1, 150))]
+        prompts.append([*begin, *continuation][:_MAX_TOKENS])
     return prompts
 
 
@@ -96,10 +96,10 @@ def _play(
     manager._prefill_s = lambda first, end: (end - first) * 0.01
     manager._is_measured = lambda: True
     for _ in range(6):
-        chosen = rng.choices(range(len(prompts)), k=rng.randint(1, 4))
+        chosen_indices = rng.choices(range(len(prompts)), k=rng.randint(1, 4))
         keep_s = rng.choice((0.0, 60.0))
-        answers = _answer(llm, [prompts[number] for number in chosen], keep_s)
-        for number, answer in zip(chosen, answers, strict=True):
+        answers = _answer(llm, [prompts[number] for number in chosen_indices], keep_s)
+        for number, answer in zip(chosen_indices, answers, strict=True):
             assert answer == expected[number], f"prompt {number}"
         assert pages.flush(10.0)
         with pages.lock:

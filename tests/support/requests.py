@@ -62,8 +62,16 @@ def random_windows(rng: random.Random) -> tuple[int | None, ...]:
     """Return the window of each cache group: often one group without a window, or several kinds."""
     if rng.random() < 0.4:
         return (None,)
-    near, far = rng.randint(1, 7), rng.randint(5, 30)
-    return rng.choice([(near,), (None, near), (None, far, far), (near, far), (None, None, near)])
+    short_window, long_window = rng.randint(1, 7), rng.randint(5, 30)
+    return rng.choice(
+        [
+            (short_window,),
+            (None, short_window),
+            (None, long_window, long_window),
+            (short_window, long_window),
+            (None, None, short_window),
+        ]
+    )
 
 
 def random_request(

@@ -130,12 +130,12 @@ class Stage:
             model.state, model.loaded_s = ModelResidency.LOADING, self.now_s + model.load_s
             self._use(model)
             self.num_loads += 1
-        taken = [
+        used_bytes = [
             model.num_bytes
             for model in self.models.values()
             if model.state is not ModelResidency.UNLOADED
         ]
-        assert sum(taken) <= self.budget
+        assert sum(used_bytes) <= self.budget
 
 
 def play(stage: Stage, adversary: Adversary, count: int, timeout_s: float = 1e5) -> None:
@@ -168,21 +168,25 @@ def fewest_loads(
     ]
     # By models in memory, and when others were first asked for in vain: the fewest loads so far.
     states: dict[tuple[frozenset[str], tuple[Arrival, ...]], int] = {(frozenset(), ()): 0}
-    for when_s, asked in [*arrivals, (float("inf"), "")]:
+    for when_s, model_name in [*arrivals, (float("inf"), "")]:
         results: dict[tuple[frozenset[str], tuple[Arrival, ...]], int] = {}
         open_ = list(states.items())
         while open_:
             (inside, pending), loads = open_.pop()
             if pending and pending[0][0] + window_s < when_s:
-                late = pending[0][1]
+                late_name = pending[0][1]
                 open_ += [
                     ((after, pending[1:]), loads + 1)
                     for after in sets
-                    if late in after and after - {late} <= inside
+                    if late_name in after and after - {late_name} <= inside
                 ]
                 continue
-            if asked and asked not in inside and asked not in (name for _, name in pending):
-                pending = (*pending, (when_s, asked))
+            if (
+                model_name
+                and model_name not in inside
+                and model_name not in (name for _, name in pending)
+            ):
+                pending = (*pending, (when_s, model_name))
             key = inside, pending
             results[key] = min(loads, results.get(key, loads))
         states = results

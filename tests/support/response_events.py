@@ -31,4 +31,4 @@ def plain(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     changing = {"id", "created_at", "completed_at", "cached_tokens", "call_id"}
-    return {key: plain(one) for key, one in value.items() if key not in changing}
+    return {key: plain(inner_value) for key, inner_value in value.items() if key not in changing}

@@ -39,7 +39,7 @@ class RowByRow(ReferenceBackend):
                 tokens += result.tokens
                 logprobs += result.logprobs
                 scores += result.scores
-            known = len(part.request.tokens)
+            num_tokens = len(part.request.tokens)
             states = (part.write_state, *part.draft_states)
             for index, draft in enumerate(part.drafts):
                 part.request.tokens.append(draft)
@@ -50,5 +50,5 @@ class RowByRow(ReferenceBackend):
                 result = super().run(StepPlan((row,)))
                 tokens += result.tokens
                 logprobs += result.logprobs
-            del part.request.tokens[known:]
+            del part.request.tokens[num_tokens:]
         return StepResult(tokens, logprobs, scores=scores)

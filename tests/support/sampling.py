@@ -97,8 +97,8 @@ def random_request(rng: np.random.Generator, vocab_size: int) -> Request:
     def one_of(default: float, *others: float) -> float:
         return float(rng.choice(others)) if rng.random() < 0.4 else default
 
-    def some_ids(most: int) -> list[int]:
-        ids = rng.integers(0, vocab_size + 2, size=rng.integers(0, most + 1))  # some are unknown
+    def some_ids(max_ids: int) -> list[int]:
+        ids = rng.integers(0, vocab_size + 2, size=rng.integers(0, max_ids + 1))  # some are unknown
         return [int(i) for i in ids]
 
     params = SamplingParams(

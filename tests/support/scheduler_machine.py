@@ -143,18 +143,18 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.scheduler.add(request)
             except OverloadedError:
                 assert self.scheduler.stats().num_waiting > 0
-                self.counted("refuse")
+                self.count_operation("refuse")
                 continue
             self.live[request.id] = (request, output, reason)
             self.transfers.expect(rng, request)
-            self.counted("add")
+            self.count_operation("add")
 
     @rule(seed=_SEEDS, count=st.integers(1, 5))
     def move(self, seed: int, count: int) -> None:
         """Let KV transfers and leases make progress."""
         for _ in range(count):
             self.transfers.move(self.rng_of(seed))
-            self.counted("move")
+            self.count_operation("move")
 
     @precondition(lambda self: self.live)
     @rule(seed=_SEEDS, count=st.integers(1, 3))
@@ -171,7 +171,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             else:
                 assert self.scheduler.finish(request, FinishReason.STOP)
             assert not self.scheduler.finish(request, FinishReason.ERROR)
-            self.counted("end in flight" if request.is_in_flight else "end")
+            self.count_operation("end in flight" if request.is_in_flight else "end")
 
     @precondition(lambda self: len(self.in_flight) <= self.steps_ahead)
     @rule()
@@ -188,7 +188,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             )
         elif not self.in_flight:
             assert self.scheduler.wait_s != 0, "somebody could run, and nobody does"
-        self.counted("plan")
+        self.count_operation("plan")
 
     def expire(self) -> None:
         """End requests that are past a deadline, as the engine loop does before each step."""
@@ -198,7 +198,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             is_late = self.now_s >= request.end_by_s
             assert is_late or (not request.output and self.now_s >= request.start_by_s), "too early"
             self.scheduler.finish(request, FinishReason.ERROR)
-            self.counted("stop late" if is_late else "expire")
+            self.count_operation("stop late" if is_late else "expire")
         for request, _, _ in self.live.values():
             assert self.now_s < request.end_by_s, "it should have been stopped"
 
@@ -216,7 +216,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.counts["drafts"] += add_random_drafts(rng, plan, self.scheduler, outputs, VOCAB_SIZE)
         self.counts["branches"] += sum(len(slice_.branches) for slice_ in plan.slices)
         assert plan.num_rows <= self.scheduler.config.step_budget
-        self.counted("add drafts")
+        self.count_operation("add drafts")
 
     def start(self) -> None:
         """Start the newest step, if it is not started."""
@@ -246,7 +246,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scores.setdefault(delta.request, []).extend(delta.scores)
             self.counts["moves"] += delta.request.num_moves - moves[delta.request]
             self.check_output(delta.request)
-        self.counted("commit")
+        self.count_operation("commit")
 
     @precondition(lambda self: len(self.in_flight) > self.num_started)
     @rule(seed=_SEEDS)
@@ -256,7 +256,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.in_flight.pop()
         self.scheduler.undo_newest_step()
-        self.counted("recall")
+        self.count_operation("recall")
 
     @precondition(lambda self: self.in_flight)
     @rule(seed=_SEEDS)
@@ -270,7 +270,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.preempt_all()
         self.model.lose()
         assert self.pool.num_free == self.pool.num_pages
-        self.counted("lose")
+        self.count_operation("lose")
 
     @rule(
         count=st.integers(1, 25),
@@ -293,7 +293,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def flush(self) -> None:
         self.scheduler.flush()
-        self.counted("flush")
+        self.count_operation("flush")
 
     def teardown(self) -> None:
         """Check that all requests end within a bounded number of steps, and release their pages."""
@@ -371,12 +371,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Return random numbers that differ between operations, even with one seed."""
         return random.Random(f"{seed} {self.num_done}")
 
-    def counted(self, operation: str) -> None:
+    def count_operation(self, operation: str) -> None:
         self.num_done += 1
         self.counts["operations"] += 1
         self.counts[operation] += 1
         check_scheduler(
-            self.scheduler, self.transfers.held(), held_slots=self.transfers.held_slots()
+            self.scheduler, self.transfers.held_pages(), held_slots=self.transfers.held_slots()
         )
         self.transfers.check()
         self.check_pages()

@@ -87,8 +87,8 @@ def random_requests(
     requests = []
     for number in range(count):
         prefix = rng.choice([[], *prefixes])
-        more = rng.randint(1, longest - len(prefix))
-        tokens = prefix + [rng.randrange(vocab_size) for _ in range(more)]
+        num_more = rng.randint(1, longest - len(prefix))
+        tokens = prefix + [rng.randrange(vocab_size) for _ in range(num_more)]
         params = SamplingParams(
             max_tokens=rng.randint(1, most_output),
             temperature=rng.choice((0.0, 0.0, 0.8, 1.5)),
@@ -136,13 +136,13 @@ def run_schedule(
     setting: Setting,
     requests: Sequence[Request],
     context_length: int,
-    known: Mapping[str, Answer] | None = None,
+    known_answers: Mapping[str, Answer] | None = None,
     vectors: dict[str, bytes] | None = None,
 ) -> tuple[dict[str, Answer], int]:
     """Run requests to their end; return their tokens and log-probabilities, and preemptions.
 
     A prompt's log-probabilities precede those of its answer. Drafts,
-    if the setting wants them, are made from the `known` answers. Embeddings are put into `vectors`.
+    if the setting wants them, are made from `known_answers`. Embeddings are put into `vectors`.
     Requests that are cancelled keep what they have.
     """
     pool = PagePool(setting.num_pages, backend.facts.page_size, backend.facts.windows)
@@ -159,7 +159,7 @@ def run_schedule(
     states = StatePool(count) if (count := backend.facts.num_states) else None
     scheduler = Scheduler(config, pool, index, setting.policy, states=states)
     rng, ends = random.Random(setting.draft_seed), random.Random(setting.cancels)
-    outputs = {name: tokens for name, (tokens, _) in (known or {}).items()}
+    outputs = {name: tokens for name, (tokens, _) in (known_answers or {}).items()}
     logprobs: dict[str, list[TokenLogprobs | None]] = {r.id: [] for r in requests}
     embedders = {r.id: embedder_of(r) for r in requests if r.pooling is not None}
     for request in requests:
@@ -170,7 +170,7 @@ def run_schedule(
     while scheduler.has_work or in_flight:
         plan = scheduler.plan() if len(in_flight) <= setting.draws_ahead else None
         if plan is not None:
-            if setting.draft_seed is not None and known is not None:
+            if setting.draft_seed is not None and known_answers is not None:
                 add_random_drafts(rng, plan, scheduler, outputs, vocab_size=200)
             in_flight.append(plan)
             if setting.draws_ahead:

@@ -20,7 +20,7 @@ from twostroke.server.run import serve
 from twostroke.server.storage import Records
 
 
-class Away(LocalEngine):
+class DistantEngine(LocalEngine):
     """A server that accepts nothing, as while an engine is restarted."""
 
     async def generate(self, *_: Any) -> Any:
@@ -35,15 +35,17 @@ def main(folder: str, port: str, drain_s: str, *rest: str) -> int:
     batch = BatchOptions(policy="static" if "static" in rest else "continuous", batch_size=4)
     tiny = Tiny(context_length=4096) if "roomy" in rest else None
     with ExitStack() as stack, tiny_client(Path(folder), tiny, batch=batch) as (client, backend):
-        kept = Path(folder) / "records"
-        records = stack.enter_context(closing(Records(kept))) if "records" in rest else None
+        records_folder = Path(folder) / "records"
+        records = (
+            stack.enter_context(closing(Records(records_folder))) if "records" in rest else None
+        )
         if "stuck" in rest:
             backend.gate.clear()
         if "paced" in rest:
             backend.pause_s = 0.04
         try:
             return serve(
-                (Away if "away" in rest else LocalEngine)(client),
+                (DistantEngine if "away" in rest else LocalEngine)(client),
                 options,
                 on_ready=lambda url: print(url, flush=True),
                 on_stop=lambda running: print(f"draining {running}", flush=True),

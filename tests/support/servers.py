@@ -87,8 +87,8 @@ def live_server(
 ) -> Iterator[LiveServer]:
     """Yield a server of a tiny model; `engine` goes to `tiny_client`."""
     with tiny_client(folder, **engine) as (client, backend), ExitStack() as stack:
-        served = stack.enter_context(closing(LocalEngine(client)))
-        api = Api(served, options or ServeOptions(drain_s=1), None, records, (Plans,))
+        local_engine = stack.enter_context(closing(LocalEngine(client)))
+        api = Api(local_engine, options or ServeOptions(drain_s=1), None, records, (Plans,))
         stack.callback(api.close)
         thread = stack.enter_context(closing(ServerThread(build_app(api), api)))
         port, url = thread.port, f"http://127.0.0.1:{thread.port}"

@@ -85,11 +85,11 @@ class ServiceMachine:
 
     async def add_call(self) -> None:
         task = asyncio.ensure_future(self.client())
-        task.add_done_callback(self.ended)
+        task.add_done_callback(self.on_task_end)
         self.open[task] = None
         self.counts["ask"] += 1
 
-    def ended(self, task: asyncio.Task[None]) -> None:
+    def on_task_end(self, task: asyncio.Task[None]) -> None:
         del self.open[task]
         if not task.cancelled() and (error := task.exception()) is not None:
             self.wrong.append(error)
@@ -159,7 +159,7 @@ class ServiceMachine:
         params: SamplingParams,
         caller: Caller,
         index: int,
-        found: dict[int, list[int]],
+        tokens_by_index: dict[int, list[int]],
     ) -> None:
         assert params.seed is not None
         request = make_request(
@@ -171,8 +171,8 @@ class ServiceMachine:
         )
         right, reason = expected_output(request, CONTEXT)
         if reason is FinishReason.STOP:
-            right = right[: len(found[index])]
-        assert found[index] == right, "other tokens than always"
+            right = right[: len(tokens_by_index[index])]
+        assert tokens_by_index[index] == right, "other tokens than always"
 
     async def cancel(self) -> None:
         """Cancel a call, or disconnect before it was accepted."""

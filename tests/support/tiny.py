@@ -185,8 +185,8 @@ def write_tiny_split(
         }
         if part == 0:
             metadata |= tiny_metadata(tiny)
-        own = {name: tensors[name] for name in list(tensors)[part::num_parts]}
-        write_gguf(folder / f"{stem}-{part + 1:05}-of-{num_parts:05}.gguf", metadata, own)
+        part_tensors = {name: tensors[name] for name in list(tensors)[part::num_parts]}
+        write_gguf(folder / f"{stem}-{part + 1:05}-of-{num_parts:05}.gguf", metadata, part_tensors)
     return folder / f"{stem}-00001-of-{num_parts:05}.gguf"
 
 

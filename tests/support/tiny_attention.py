@@ -71,12 +71,12 @@ def latent_config(latent: Latent) -> dict[str, Any]:
 
 
 def latent_metadata(latent: Latent) -> dict[str, Any]:
-    stored, whole = latent.rank + latent.rotated, latent.key + latent.rotated
+    stored, whole_size = latent.rank + latent.rotated, latent.key + latent.rotated
     sizes = {"attention.head_count_kv": 1, "attention.key_length": stored,
-             "attention.value_length": latent.rank, "attention.key_length_mla": whole,
+             "attention.value_length": latent.rank, "attention.key_length_mla": whole_size,
              "attention.value_length_mla": latent.value}  # fmt: skip
     if latent.in_one:  # an older file, with the sizes of whole heads
-        sizes = {"attention.key_length": whole, "attention.value_length": latent.value}
+        sizes = {"attention.key_length": whole_size, "attention.value_length": latent.value}
     if latent.query_rank:
         sizes["attention.q_lora_rank"] = latent.query_rank
     return {**sizes, "attention.kv_lora_rank": latent.rank, "rope.dimension_count": latent.rotated}
@@ -89,7 +89,7 @@ LARGE = Wide((True, False, True, False), (2, 1, 2, 1), one_matrix=True)
 
 
 def wide_metadata(wide: Wide) -> dict[str, Any]:
-    own = len(wide.slides) - wide.num_shared_kv
+    num_own_kv = len(wide.slides) - wide.num_shared_kv
     return {
         "attention.key_length_swa": wide.head_dim,
         "attention.value_length_swa": wide.head_dim,
@@ -97,7 +97,7 @@ def wide_metadata(wide: Wide) -> dict[str, Any]:
         "attention.sliding_window_pattern": list(wide.slides),
         "attention.shared_kv_layers": wide.num_shared_kv,
         "attention.head_count_kv": list(wide.kv_heads),
-        "feed_forward_length": [128] * own + [256] * wide.num_shared_kv,
+        "feed_forward_length": [128] * num_own_kv + [256] * wide.num_shared_kv,
         "embedding_length_per_layer_input": wide.inputs,
         "rope.dimension_count_swa": wide.head_dim,
         "rope.freq_base_swa": 10000.0,

@@ -209,24 +209,24 @@ def _plain_products(rng: np.random.Generator, ending: str, hidden: int, width: i
 
 def gguf_mamba(sizes: Mamba, weights: Weights) -> Weights:
     """Return `weights` with the shapes of a GGUF file."""
-    held = dict(weights)
+    stored_weights = dict(weights)
     for name, values in weights.items():
         if name.endswith((".ssm_a", ".ssm_d")):
-            held[name] = values[:, None]
+            stored_weights[name] = values[:, None]
         elif name.endswith(".ssm_norm.weight"):
-            held[name] = values.reshape(sizes.num_groups, -1)
-    return held
+            stored_weights[name] = values.reshape(sizes.num_groups, -1)
+    return stored_weights
 
 
 def folder_mixers(weights: Weights) -> Weights:
     """Return `weights` with the kernels' shapes of a Hugging Face folder, and logarithmic rates."""
-    held = dict(weights)
+    stored_weights = dict(weights)
     for name, values in weights.items():
         if name.endswith(("shortconv.conv.weight", "ssm_conv1d.weight")):
-            held[name] = values[:, None]
+            stored_weights[name] = values[:, None]
         elif name.endswith(".ssm_a"):
-            held[name] = np.log(-values)
-    return held
+            stored_weights[name] = np.log(-values)
+    return stored_weights
 
 
 def _matrix(rng: np.random.Generator, outputs: int, inputs: int) -> np.ndarray:

@@ -115,58 +115,66 @@ def gated_attention(rng: np.random.Generator, tiny: Tiny) -> Weights:
 
 def gguf_recurrent(tiny: Tiny, delta: Delta, weights: Weights) -> Weights:
     """Return `weights` as in a GGUF file, perhaps with tiled value heads."""
-    held = dict(weights)
+    stored_weights = dict(weights)
     for layer in range(tiny.num_layers):
         name = f"blk.{layer}."
-        if f"{name}ffn_gate_inp_shexp.weight" in held:
-            held[f"{name}ffn_gate_inp_shexp.weight"] = held[
+        if f"{name}ffn_gate_inp_shexp.weight" in stored_weights:
+            stored_weights[f"{name}ffn_gate_inp_shexp.weight"] = stored_weights[
                 f"{name}ffn_gate_inp_shexp.weight"
             ].reshape(-1)
         if delta.attends(layer):
-            _join_gate(tiny, held, name)
+            _join_gate(tiny, stored_weights, name)
         elif delta.is_tiled:
-            _tile(delta, held, name)
+            _tile(delta, stored_weights, name)
         if delta.in_one and not delta.attends(layer):
-            _join_strengths(delta, held, name)
-    return held
+            _join_strengths(delta, stored_weights, name)
+    return stored_weights
 
 
 def folder_recurrent(tiny: Tiny, delta: Delta, weights: Weights) -> Weights:
     """Return `weights`, without one in the norms, in the forms of a Hugging Face folder."""
-    held = dict(weights)
+    stored_weights = dict(weights)
     for layer in range(tiny.num_layers):
         name = f"blk.{layer}."
         if delta.attends(layer):
-            _join_gate(tiny, held, name)
+            _join_gate(tiny, stored_weights, name)
             continue
-        held[f"{name}ssm_norm.weight"] = held[f"{name}ssm_norm.weight"] + np.float32(1)
-        held[f"{name}ssm_a"] = np.log(-held[f"{name}ssm_a"])
-        held[f"{name}ssm_conv1d.weight"] = held[f"{name}ssm_conv1d.weight"][:, None]
+        stored_weights[f"{name}ssm_norm.weight"] = stored_weights[
+            f"{name}ssm_norm.weight"
+        ] + np.float32(1)
+        stored_weights[f"{name}ssm_a"] = np.log(-stored_weights[f"{name}ssm_a"])
+        stored_weights[f"{name}ssm_conv1d.weight"] = stored_weights[f"{name}ssm_conv1d.weight"][
+            :, None
+        ]
         if delta.in_one:
-            _join_strengths(delta, held, name)
-            _join_projections(delta, held, name)
-    return held
+            _join_strengths(delta, stored_weights, name)
+            _join_projections(delta, stored_weights, name)
+    return stored_weights
 
 
-def _join_gate(tiny: Tiny, held: Weights, name: str) -> None:
+def _join_gate(tiny: Tiny, stored_weights: Weights, name: str) -> None:
     """Join queries and gates, head after head."""
     shape = tiny.num_heads, tiny.head_dim, tiny.hidden_size
-    parts = [held[f"{name}attn_q.weight"], held.pop(f"{name}attn_gate.weight")]
+    parts = [stored_weights[f"{name}attn_q.weight"], stored_weights.pop(f"{name}attn_gate.weight")]
     both = np.stack([part.reshape(shape) for part in parts], axis=1)
-    held[f"{name}attn_q.weight"] = both.reshape(-1, tiny.hidden_size)
+    stored_weights[f"{name}attn_q.weight"] = both.reshape(-1, tiny.hidden_size)
 
 
-def _join_strengths(delta: Delta, held: Weights, name: str) -> None:
+def _join_strengths(delta: Delta, stored_weights: Weights, name: str) -> None:
     """Join strengths and decays, key head after key head."""
-    parts = [held.pop(f"{name}{part}.weight") for part in ("ssm_beta", "ssm_alpha")]
-    held[f"{name}ssm_ba.weight"] = _by_key_head(delta, parts)
+    parts = [stored_weights.pop(f"{name}{part}.weight") for part in ("ssm_beta", "ssm_alpha")]
+    stored_weights[f"{name}ssm_ba.weight"] = _by_key_head(delta, parts)
 
 
-def _join_projections(delta: Delta, held: Weights, name: str) -> None:
+def _join_projections(delta: Delta, stored_weights: Weights, name: str) -> None:
     """Join queries, keys, values and gates, key head after key head."""
     keys = delta.num_key_heads * delta.key_dim
-    mixed, gates = (held.pop(f"{name}{part}.weight") for part in ("attn_qkv", "attn_gate"))
-    held[f"{name}ssm_in.weight"] = _by_key_head(delta, [*np.split(mixed, [keys, 2 * keys]), gates])
+    mixed, gates = (
+        stored_weights.pop(f"{name}{part}.weight") for part in ("attn_qkv", "attn_gate")
+    )
+    stored_weights[f"{name}ssm_in.weight"] = _by_key_head(
+        delta, [*np.split(mixed, [keys, 2 * keys]), gates]
+    )
 
 
 def _by_key_head(delta: Delta, parts: list[np.ndarray]) -> np.ndarray:
@@ -175,7 +183,7 @@ def _by_key_head(delta: Delta, parts: list[np.ndarray]) -> np.ndarray:
     return np.concatenate(heads, axis=1).reshape(-1, width)
 
 
-def _tile(delta: Delta, held: Weights, name: str) -> None:
+def _tile(delta: Delta, stored_weights: Weights, name: str) -> None:
     """Change the order of value heads from grouped by key head to tiled."""
     grouped = np.arange(delta.num_value_heads).reshape(delta.num_key_heads, -1)
     heads = grouped.T.ravel()
@@ -192,8 +200,10 @@ def _tile(delta: Delta, held: Weights, name: str) -> None:
         "ssm_dt.bias": heads,
     }
     for weight, rows in orders.items():
-        held[name + weight] = held[name + weight][rows]
-    held[f"{name}ssm_out.weight"] = np.ascontiguousarray(held[f"{name}ssm_out.weight"][:, values])
+        stored_weights[name + weight] = stored_weights[name + weight][rows]
+    stored_weights[f"{name}ssm_out.weight"] = np.ascontiguousarray(
+        stored_weights[f"{name}ssm_out.weight"][:, values]
+    )
 
 
 def _matrix(rng: np.random.Generator, outputs: int, inputs: int) -> np.ndarray:

@@ -85,54 +85,58 @@ def random_weights(tiny: Tiny, vocab_size: int) -> Weights:
 
 def gguf_weights(tiny: Tiny, weights: Weights) -> Weights:
     """Return `weights` as in a GGUF file: rows in its order, stacks, tables of factors."""
-    held = dict(weights)
+    stored_weights = dict(weights)
     for name, weight in weights.items():
         if tiny.variant.interleaves and name.endswith(("attn_q.weight", "attn_k.weight")):
             heads = tiny.num_heads if "attn_q" in name else tiny.num_kv_heads
-            held[name] = interleave_rows(weight, heads)
-    held = _latent_stacks(tiny, _fused(tiny, held, tiny.variant.fused))
+            stored_weights[name] = interleave_rows(weight, heads)
+    stored_weights = _latent_stacks(tiny, _fused(tiny, stored_weights, tiny.variant.fused))
     if tiny.variant.delta is not None:
-        held = gguf_recurrent(tiny, tiny.variant.delta, held)
+        stored_weights = gguf_recurrent(tiny, tiny.variant.delta, stored_weights)
     if tiny.variant.mamba is not None:
-        held = gguf_mamba(tiny.variant.mamba, held)
+        stored_weights = gguf_mamba(tiny.variant.mamba, stored_weights)
     has_experts = tiny.variant.num_experts > 0
     for layer in range(tiny.variant.first_with_experts, tiny.num_layers if has_experts else 0):
         for part in ("ffn_gate", "ffn_up", "ffn_down"):
             for kind in ("weight", "bias") if tiny.variant.has_expert_biases else ("weight",):
                 names = [f"blk.{layer}.{part}.{e}.{kind}" for e in range(tiny.variant.num_experts)]
-                if names[0] in held:
-                    stack = np.stack([held.pop(name) for name in names])
-                    held[f"blk.{layer}.{part}_exps.{kind}"] = stack
+                if names[0] in stored_weights:
+                    stack = np.stack([stored_weights.pop(name) for name in names])
+                    stored_weights[f"blk.{layer}.{part}_exps.{kind}"] = stack
     if tiny.variant.query_norm_in_gguf is not None:
         for layer in range(tiny.num_layers):
-            ones = np.ones(tiny.head_dim, np.float32)
-            held[f"blk.{layer}.attn_q_norm.weight"] = ones * tiny.variant.query_norm_in_gguf
-            held[f"blk.{layer}.attn_k_norm.weight"] = ones
+            ones_array = np.ones(tiny.head_dim, np.float32)
+            stored_weights[f"blk.{layer}.attn_q_norm.weight"] = (
+                ones_array * tiny.variant.query_norm_in_gguf
+            )
+            stored_weights[f"blk.{layer}.attn_k_norm.weight"] = ones_array
     factors = tiny.variant.factors
-    held = {tiny.variant.gguf_names.get(name, name): values for name, values in held.items()}
-    return held | {name: np.array(values, np.float32) for name, values in factors.items()}
+    stored_weights = {
+        tiny.variant.gguf_names.get(name, name): values for name, values in stored_weights.items()
+    }
+    return stored_weights | {name: np.array(values, np.float32) for name, values in factors.items()}
 
 
 def folder_weights(tiny: Tiny, weights: Weights) -> Weights:
     """Return `weights` as in a Hugging Face folder, by its names."""
     offset = np.float32(tiny.variant.norm_offset)
-    held = {
+    stored_weights = {
         name: values - offset if _has_offset(tiny, name) else values
         for name, values in weights.items()
     }
     if tiny.variant.delta is not None:
-        held = folder_recurrent(tiny, tiny.variant.delta, held)
+        stored_weights = folder_recurrent(tiny, tiny.variant.delta, stored_weights)
     if tiny.variant.convolution or tiny.variant.mamba:
-        held = folder_mixers(held)
+        stored_weights = folder_mixers(stored_weights)
     if tiny.variant.latent is not None:
-        held = _in_one(tiny, held)
+        stored_weights = _in_one(tiny, stored_weights)
     stacks = {}
     stack_names = tiny.variant.expert_stacks
     if stack_names is not None:
         for layer in range(tiny.num_layers if tiny.variant.num_experts else 0):
             gates, ups, downs = (
                 [
-                    held.pop(f"blk.{layer}.{part}.{e}.weight")
+                    stored_weights.pop(f"blk.{layer}.{part}.{e}.weight")
                     for e in range(tiny.variant.num_experts)
                 ]
                 for part in ("ffn_gate", "ffn_up", "ffn_down")
@@ -141,16 +145,16 @@ def folder_weights(tiny: Tiny, weights: Weights) -> Weights:
             stacks[f"model.layers.{layer}.{stack_names[0]}"] = np.stack(both)
             stacks[f"model.layers.{layer}.{stack_names[1]}"] = np.stack(downs)
     if tiny.variant.has_expert_biases:
-        stacks = _alternating_stacks(tiny, held)
-    held = _fused(tiny, held, tiny.variant.fused | tiny.variant.folder_fused)
-    named = {_folder_name(tiny, name): values for name, values in held.items()}
+        stacks = _alternating_stacks(tiny, stored_weights)
+    stored_weights = _fused(tiny, stored_weights, tiny.variant.fused | tiny.variant.folder_fused)
+    named = {_folder_name(tiny, name): values for name, values in stored_weights.items()}
     for name in [name for name in named if "moe_statics" in name]:
         named[name] = named[name][None]  # ERNIE's bias has two dimensions
     return named | stacks
 
 
-def _alternating_stacks(tiny: Tiny, held: Weights) -> Weights:
-    """Take the experts out of `held`; return them as gpt-oss folders have them.
+def _alternating_stacks(tiny: Tiny, stored_weights: Weights) -> Weights:
+    """Take the experts out of `stored_weights`; return them as gpt-oss folders have them.
 
     Matrices are (experts, inputs, outputs), and the outputs of gate and up projections alternate.
     """
@@ -160,7 +164,7 @@ def _alternating_stacks(tiny: Tiny, held: Weights) -> Weights:
             gates, ups, downs = (
                 np.stack(
                     [
-                        held.pop(f"blk.{layer}.ffn_{part}.{e}.{kind}").T
+                        stored_weights.pop(f"blk.{layer}.ffn_{part}.{e}.{kind}").T
                         for e in range(tiny.variant.num_experts)
                     ]
                 )
@@ -204,9 +208,9 @@ def _attention(rng: np.random.Generator, tiny: Tiny) -> Weights:
     if variant.has_sinks:
         part["attn_sinks.weight"] = rng.standard_normal(tiny.num_heads).astype(np.float32)
     if variant.query_key_norm is not None:
-        whole = variant.query_key_norm == "row"
-        part["attn_q_norm.weight"] = _norm(rng, queries if whole else tiny.head_dim)
-        part["attn_k_norm.weight"] = _norm(rng, keys if whole else tiny.head_dim)
+        has_row_norms = variant.query_key_norm == "row"
+        part["attn_q_norm.weight"] = _norm(rng, queries if has_row_norms else tiny.head_dim)
+        part["attn_k_norm.weight"] = _norm(rng, keys if has_row_norms else tiny.head_dim)
     if variant.gates_attention:
         part["attn_gate.weight"] = _matrix(rng, queries, hidden)
     if variant.post_norms:
@@ -336,34 +340,36 @@ def _latent_stacks(tiny: Tiny, weights: Weights) -> Weights:
         return weights
     if sizes.in_one:
         return _in_one(tiny, weights)
-    held = dict(weights)
+    stored_weights = dict(weights)
     for layer in range(tiny.num_layers):
         for part in ("attn_k_b", "attn_v_b"):
             names = [f"blk.{layer}.{part}.{head}.weight" for head in range(tiny.num_heads)]
-            held[f"blk.{layer}.{part}.weight"] = np.stack([held.pop(name) for name in names])
-    return held
+            stored_weights[f"blk.{layer}.{part}.weight"] = np.stack(
+                [stored_weights.pop(name) for name in names]
+            )
+    return stored_weights
 
 
 def _in_one(tiny: Tiny, weights: Weights) -> Weights:
     """Join the keys and values of heads, one head after another, into one matrix."""
-    held = dict(weights)
+    stored_weights = dict(weights)
     for layer in range(tiny.num_layers):
         rows: list[np.ndarray] = []
         for head in range(tiny.num_heads):
-            rows.append(held.pop(f"blk.{layer}.attn_k_b.{head}.weight").T)
-            rows.append(held.pop(f"blk.{layer}.attn_v_b.{head}.weight"))
-        held[f"blk.{layer}.attn_kv_b.weight"] = np.concatenate(rows)
-    return held
+            rows.append(stored_weights.pop(f"blk.{layer}.attn_k_b.{head}.weight").T)
+            rows.append(stored_weights.pop(f"blk.{layer}.attn_v_b.{head}.weight"))
+        stored_weights[f"blk.{layer}.attn_kv_b.weight"] = np.concatenate(rows)
+    return stored_weights
 
 
 def _fused(tiny: Tiny, weights: Weights, fused: dict[str, tuple[str, ...]]) -> Weights:
     """Join the rows of matrices that the family's files store as one."""
-    held = dict(weights)
+    stored_weights = dict(weights)
     for layer in range(tiny.num_layers):
-        for whole, parts in fused.items():
-            rows = [held.pop(f"blk.{layer}.{part}.weight") for part in parts]
-            held[f"blk.{layer}.{whole}.weight"] = np.concatenate(rows)
-    return held
+        for fused_name, parts in fused.items():
+            rows = [stored_weights.pop(f"blk.{layer}.{part}.weight") for part in parts]
+            stored_weights[f"blk.{layer}.{fused_name}.weight"] = np.concatenate(rows)
+    return stored_weights
 
 
 def _folder_name(tiny: Tiny, name: str) -> str:
@@ -380,8 +386,8 @@ def _folder_name(tiny: Tiny, name: str) -> str:
         "attn_sinks.weight": "self_attn.sinks",
         **tiny.variant.state_names,
     }
-    if own := unlike.get(".".join([part, *rest])):
-        return f"{prefix}.layers.{layer}.{own}"
+    if unlike_name := unlike.get(".".join([part, *rest])):
+        return f"{prefix}.layers.{layer}.{unlike_name}"
     theirs = tiny.variant.layer_names.get(part) or LAYER_NAMES[part]
     if rest[:-1] == [] and "{}" in theirs:  # of a layer without experts
         theirs = tiny.variant.dense_names.get(part) or LAYER_NAMES[part]

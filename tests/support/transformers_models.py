@@ -43,7 +43,7 @@ def text_model(config: dict[str, Any]) -> Any:
         return AutoModelForCausalLM.from_config(theirs, dtype=torch.float32).eval()
     text = {key: value for key, value in config.items() if key != "rope_scaling"}
     vision = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16}
-    whole = AutoConfig.for_model(
+    whole_config = AutoConfig.for_model(
         "muse_glimmer",
         text_config=text,
         vision_config=vision | {"num_attention_heads": 2, "pos_emb_height": 2, "pos_emb_width": 2},
@@ -52,7 +52,7 @@ def text_model(config: dict[str, Any]) -> Any:
         tie_word_embeddings=config["tie_word_embeddings"],
         attn_implementation="eager",
     )
-    return AutoModelForImageTextToText.from_config(whole, dtype=torch.float32).eval()
+    return AutoModelForImageTextToText.from_config(whole_config, dtype=torch.float32).eval()
 
 
 def logits(model: Any, tokens: Sequence[int]) -> NDArray[np.float32]:

@@ -102,9 +102,9 @@ class Ranks:
         self.gate.set()
 
     def states(self) -> list[RankState]:
-        zero, one = self._backend.facts.ranks
+        zero, rank_one = self._backend.facts.ranks
         state = "lost" if self._is_lost else "ready"
-        return [RankState(zero, "ready", 0.5), RankState(one, state, 0.25, self.num_losses)]
+        return [RankState(zero, "ready", 0.5), RankState(rank_one, state, 0.25, self.num_losses)]
 
     def _perhaps_lose(self) -> None:
         assert not self._is_lost, "lost ranks were not replaced"

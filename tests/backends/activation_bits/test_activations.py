@@ -35,19 +35,19 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_a_choice_is_made_once_and_a_damaged_one_again(model, tmp_path, monkeypatch):
     monkeypatch.setattr(activations, "MIN_WEIGHTS", 0)
-    said: list[str] = []
-    first = resolve_activation_bits(AUTO, *model, said.append).activation_bits
+    messages: list[str] = []
+    first = resolve_activation_bits(AUTO, *model, messages.append).activation_bits
     assert isinstance(first, ActivationBits)
-    assert len(said) == 2
-    assert "once" in said[0]
-    assert "is prepared" in said[1]
-    assert resolve_activation_bits(AUTO, *model, said.append).activation_bits == first
-    assert len(said) == 2
-    (kept,) = (tmp_path / "cache" / "activation-bits").iterdir()
-    for damaged in ("{", kept.read_text().replace(first.model_id, "another")):
-        kept.write_text(damaged)
-        assert resolve_activation_bits(AUTO, *model, said.append).activation_bits == first
-    assert len(said) == 6
+    assert len(messages) == 2
+    assert "once" in messages[0]
+    assert "is prepared" in messages[1]
+    assert resolve_activation_bits(AUTO, *model, messages.append).activation_bits == first
+    assert len(messages) == 2
+    (stored_path,) = (tmp_path / "cache" / "activation-bits").iterdir()
+    for damaged in ("{", stored_path.read_text().replace(first.model_id, "another")):
+        stored_path.write_text(damaged)
+        assert resolve_activation_bits(AUTO, *model, messages.append).activation_bits == first
+    assert len(messages) == 6
 
 
 def test_large_models_are_scored_on_less_text(model, monkeypatch):
@@ -68,19 +68,19 @@ def test_large_models_are_scored_on_less_text(model, monkeypatch):
     monkeypatch.setattr(activations, "LARGE_WEIGHTS", 0)
     monkeypatch.setattr(activations, "_CHOOSING_WORK", 0)
     monkeypatch.setattr(activations, "_CHECKING_WORK", 0)
-    chosen = resolve_activation_bits(AUTO, loaded, program).activation_bits
-    assert isinstance(chosen, ActivationBits)
+    choice = resolve_activation_bits(AUTO, loaded, program).activation_bits
+    assert isinstance(choice, ActivationBits)
     assert max(lengths) < longest
     assert lengths[0] == 64
-    assert resolve_activation_bits(AUTO, loaded, program).activation_bits == chosen
+    assert resolve_activation_bits(AUTO, loaded, program).activation_bits == choice
 
 
 def test_equal_choices_have_the_same_name():
     bits = {"a.weight": 8, "b.weight": 9}
-    one = ActivationBits("model", METHOD, bits, 1e-4, 3)
-    other = replace(one, bits=dict(reversed(bits.items())), divergence=2e-4)
-    assert str(one) == str(other)
-    assert str(one) != str(replace(one, bits=bits | {"b.weight": 8}))
+    choice = ActivationBits("model", METHOD, bits, 1e-4, 3)
+    other = replace(choice, bits=dict(reversed(bits.items())), divergence=2e-4)
+    assert str(choice) == str(other)
+    assert str(choice) != str(replace(choice, bits=bits | {"b.weight": 8}))
 
 
 def test_choices_in_the_package_are_of_this_method():

@@ -18,12 +18,12 @@ def test_no_other_choice_within_the_budget_is_cheaper(seed: int):
         + [KnapsackItem(10 * rng.random(), rng.randint(1, 50) / 100) for _ in range(2)]
         for _ in range(5)
     ]
-    chosen = allocate(parts, 1.0)
-    taken = [items[number] for items, number in zip(parts, chosen, strict=True)]
+    choice = allocate(parts, 1.0)
+    chosen_items = [items[number] for items, number in zip(parts, choice, strict=True)]
     every = [c for c in product(*parts) if sum(item.error for item in c) <= 1 + 1e-9]
-    least = min(sum(item.cost for item in c) for c in every)
-    assert sum(item.error for item in taken) <= 1 + 1e-9
-    assert sum(item.cost for item in taken) == pytest.approx(least)
+    lowest_cost = min(sum(item.cost for item in c) for c in every)
+    assert sum(item.error for item in chosen_items) <= 1 + 1e-9
+    assert sum(item.cost for item in chosen_items) == pytest.approx(lowest_cost)
 
 
 def test_an_error_that_is_not_finite_is_never_taken():

@@ -188,5 +188,5 @@ def test_choosing_checking_and_held_out_text_differ():
 
     assert len(runs(choosing_text())) > 150
     assert len(runs(checking_text())) > 600
-    for one, other in combinations((choosing_text(), checking_text(), held_out_text()), 2):
-        assert not runs(one) & runs(other)
+    for one_text, other in combinations((choosing_text(), checking_text(), held_out_text()), 2):
+        assert not runs(one_text) & runs(other)

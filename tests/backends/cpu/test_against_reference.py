@@ -55,17 +55,17 @@ def tokens_of(seed, length, end=250):
 
 
 @cache  # the reference is slow, and the same for every level
-def expected_logits(place):
+def expected_logits(index):
     """Return the model of SIZES[place], and its logits by the reference backend."""
-    program, tensors = tiny_model(**SIZES[place])
+    program, tensors = tiny_model(**SIZES[index])
     return (program, tensors), ReferenceBackend(program, tensors, 1, 16).score(tokens_of(0, 200))
 
 
-@pytest.mark.parametrize("place", range(len(SIZES)), ids=map(str, SIZES))
+@pytest.mark.parametrize("index", range(len(SIZES)), ids=map(str, SIZES))
 @pytest.mark.parametrize("level", LEVELS)
-def test_tiny_models_agree_with_the_reference(level, place):
+def test_tiny_models_agree_with_the_reference(level, index):
     load_level(level)
-    model, expected = expected_logits(place)
+    model, expected = expected_logits(index)
     with cpu_backend(model, level, 4) as backend:
         actual = backend.score(tokens_of(0, 200))
     mean_kl, same = divergence(expected, actual)
@@ -95,10 +95,12 @@ def test_layers_of_every_kind_agree_with_the_reference(level, kind, fmt):
             actual = backend.trace(tokens_of(2, 150), list(expected), generated=generated)
             tiles = level.startswith("amx") and not generated
             for name in expected:
-                far = np.abs(actual[name] - expected[name]).max(axis=1)
+                differences = np.abs(actual[name] - expected[name]).max(axis=1)
                 # Where two experts' scores are all but equal, a hair decides which is chosen.
-                most = np.quantile(far, 0.8 if "experts" in kind else 1)
-                assert most < (6e-2 if tiles else 5e-3) * np.abs(expected[name]).max(), name
+                typical_difference = np.quantile(differences, 0.8 if "experts" in kind else 1)
+                assert (
+                    typical_difference < (6e-2 if tiles else 5e-3) * np.abs(expected[name]).max()
+                ), name
             if "experts" in kind:
                 continue
             mean_kl, same = divergence(expected["logits"], actual["logits"])
@@ -110,12 +112,12 @@ def with_orders(program, tensors, is_shared):
     """Give each matrix a permutation of its inputs: one for each width, or one for each matrix."""
     tables = {op.table for op in program.ops if isinstance(op, Embed)}
     matrices = [n for n, t in tensors.items() if len(t.shape) == 2 and n not in tables]
-    found = dict(tensors)
+    ordered_tensors = dict(tensors)
     for seed, name in enumerate(matrices):
         width = tensors[name].shape[-1]
         order = np.random.default_rng(0 if is_shared else seed).permutation(width)
-        found[name] = replace(tensors[name], order=order.astype(np.int32))
-    return found
+        ordered_tensors[name] = replace(tensors[name], order=order.astype(np.int32))
+    return ordered_tensors
 
 
 @cache
@@ -139,9 +141,11 @@ def test_inputs_are_gathered_in_the_order_of_columns(level, kind, is_shared):
             actual = backend.trace(tokens_of(2, 60), list(expected), generated=generated)
             tiles = level.startswith("amx") and not generated
             for name in expected:
-                far = np.abs(actual[name] - expected[name]).max(axis=1)
-                most = np.quantile(far, 0.8 if "experts" in kind else 1)
-                assert most < (6e-2 if tiles else 5e-3) * np.abs(expected[name]).max(), name
+                differences = np.abs(actual[name] - expected[name]).max(axis=1)
+                typical_difference = np.quantile(differences, 0.8 if "experts" in kind else 1)
+                assert (
+                    typical_difference < (6e-2 if tiles else 5e-3) * np.abs(expected[name]).max()
+                ), name
 
 
 @pytest.fixture(scope="module", params=families_on("cpu"))
@@ -279,9 +283,9 @@ def program_around(op):
 
 
 @cache
-def expected_alone(place):
+def expected_alone(index):
     """Return a model around OPS[place], and the operation's result by the reference backend."""
-    program = program_around(OPS[place])
+    program = program_around(OPS[index])
     tensors = random_tensors(program)
     tokens = tokens_of(4, 40, NUM_IDS)
     expected = ReferenceBackend(program, tensors, 3, 16).trace(tokens, ["out"])["out"]
@@ -292,13 +296,13 @@ def expected_alone(place):
 def test_each_operation_alone_agrees_with_the_reference(level):
     load_level(level)
     tokens = tokens_of(4, 40, NUM_IDS)
-    for place, op in enumerate(OPS):
+    for index, op in enumerate(OPS):
         # For the first see test_external_input.py, for the second tests of whole Programs; the
         # others are operations of ranks.
         ranks = ExpertTerms | SumTerms | TakeColumns
         if isinstance(op, ExternalInput | SharedKvAttention | ranks):
             continue
-        model, expected = expected_alone(place)
+        model, expected = expected_alone(index)
         with cpu_backend(model, level, 3) as backend:
             for generated in (False, True):
                 actual = backend.trace(tokens, ["out"], generated=generated)["out"]

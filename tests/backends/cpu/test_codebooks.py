@@ -46,8 +46,8 @@ def test_files_of_every_format_agree_with_the_reference(level, name, models):
         for generated in (False, True):
             tiles = level.startswith("amx") and not generated
             actual = backend.score(TOKENS, generated=generated)
-            far = abs(actual - expected).max() / abs(expected).max()
-            assert far < (6e-2 if tiles else 5e-3)
+            difference = abs(actual - expected).max() / abs(expected).max()
+            assert difference < (6e-2 if tiles else 5e-3)
 
 
 def test_rows_that_are_converted_in_parts_are_those_of_the_whole():
@@ -55,8 +55,8 @@ def test_rows_that_are_converted_in_parts_are_those_of_the_whole():
     for name in CODED:
         tensor = random_blocks(name, (1100, 256), rng)  # more values than are converted together
         to_kernel = tensor.format.to_kernel
-        whole = tensor.data if to_kernel is None else to_kernel(tensor.data)
-        assert np.array_equal(kernel_rows(tensor), whole)
+        whole_rows = tensor.data if to_kernel is None else to_kernel(tensor.data)
+        assert np.array_equal(kernel_rows(tensor), whole_rows)
 
 
 @pytest.mark.parametrize("name", CODED)

@@ -104,7 +104,7 @@ def drawn_with(level: str, counts: list[int]) -> list[object]:
 
     Step i is computed by `counts[i]` of four threads; the counts repeat.
     """
-    drawn: list[object] = []
+    drawn_tokens: list[object] = []
     with cpu_backend(tiny_model(num_layers=3), level, num_pages=16, threads=4) as backend:
         fix = load_library(level).ts_pool_fix_num_active
         for prompt_tokens, chunk in ((100, 100), (90, 7)):
@@ -112,9 +112,9 @@ def drawn_with(level: str, counts: list[int]) -> list[object]:
             sequence = Sequence(backend, prompt, list(range(16)))
             for step in range(130):
                 fix(backend._pool, counts[step % len(counts)])
-                drawn.append(sequence.step(chunk))
+                drawn_tokens.append(sequence.step(chunk))
             backend.forget(sequence.request)
-    return drawn
+    return drawn_tokens
 
 
 def test_a_log_line_says_once_that_threads_rest(caplog: pytest.LogCaptureFixture) -> None:

@@ -30,14 +30,16 @@ def answers(backend: CpuBackend) -> list:
         [Slice(c, 0, 70, samples=False), Slice(a, 90, 10, samples=True)],
         [Slice(b, 100, 1, True, (5, 6, 7)), Slice(c, 70, 30, samples=True)],
     ]
-    found = []
+    results = []
     for slices in steps:
         result = backend.run(StepPlan(tuple(slices)))
-        found.append((result.tokens, [logprob and logprob.logprob for logprob in result.logprobs]))
+        results.append(
+            (result.tokens, [logprob and logprob.logprob for logprob in result.logprobs])
+        )
         for part, token in zip([s for s in slices if s.samples], result.tokens, strict=False):
             if not part.drafts:
                 part.request.tokens.append(token)
-    return found
+    return results
 
 
 @pytest.mark.parametrize("kind", PROGRAMS)
@@ -46,12 +48,14 @@ def test_answers_are_those_of_all_rows(level: str, kind: str) -> None:
     program = PROGRAMS[kind]
     model = program, random_tensors(program, "Q8_0", "Q8_0")
     with cpu_backend(model, level, NUM_PAGES, threads=3) as stopping:
-        found = answers(stopping)
+        results = answers(stopping)
     num_pages = NUM_PAGES * len(program.cache_groups)
-    whole = CpuBackend(*model, num_pages, 16, 2, level=level, tapped_value=program.last_states)
-    right = answers(whole)
-    whole.close()
-    assert right == found
+    whole_backend = CpuBackend(
+        *model, num_pages, 16, 2, level=level, tapped_value=program.last_states
+    )
+    right = answers(whole_backend)
+    whole_backend.close()
+    assert right == results
 
 
 @pytest.mark.parametrize("kind", PROGRAMS)
@@ -76,7 +80,7 @@ def test_a_chunk_that_draws_nothing_ends_with_the_last_store(kind: str) -> None:
 def test_rows_of_output_that_draw_nothing_stop_too(level: str) -> None:
     """A request that is computed again after a preemption has such rows."""
     program = PROGRAMS["borrowing"]
-    model, found = (program, random_tensors(program, "Q8_0", "Q8_0")), []
+    model, logprobs = (program, random_tensors(program, "Q8_0", "Q8_0")), []
     num_pages = NUM_PAGES * len(program.cache_groups)
     for tapped in (None, program.last_states):
         with cpu_backend(model, level, NUM_PAGES):  # or skip
@@ -87,6 +91,6 @@ def test_rows_of_output_that_draw_nothing_stop_too(level: str) -> None:
         steps += [[Slice(a, 80, 10, samples=True)]]
         for slices in steps:
             result = backend.run(StepPlan(tuple(slices)))
-            found.append([logprob and logprob.logprob for logprob in result.logprobs])
+            logprobs.append([logprob and logprob.logprob for logprob in result.logprobs])
         backend.close()
-    assert found[:2] == found[2:]
+    assert logprobs[:2] == logprobs[2:]

@@ -31,9 +31,9 @@ def planted(tensors, factors):
         if name.endswith(("attn_k.weight", "attn_q.weight")):
             is_key = "attn_k" in name
             rows = values.reshape(len(factors), -1, factors.shape[1], values.shape[1])
-            given = (factors if is_key else 1 / factors)[:, None, :, None]
+            row_factors = (factors if is_key else 1 / factors)[:, None, :, None]
             changed[name] = QuantTensor.from_floats(
-                (rows * given).reshape(values.shape).astype(np.float32), tensor.format
+                (rows * row_factors).reshape(values.shape).astype(np.float32), tensor.format
             )
     return changed
 
@@ -48,18 +48,18 @@ def pairs_of(rope, channels):
 @pytest.mark.parametrize("kind", [kind for kind in PROGRAMS if "latent" not in kind])
 def test_queries_undo_what_becomes_of_keys(kind):
     program = PROGRAMS[kind]
-    found = balances(program, random_tensors(program))
-    assert len(found) == len(program.cache_layers)
+    key_balances = balances(program, random_tensors(program))
+    assert len(key_balances) == len(program.cache_layers)
     for op in (op for op in program.ops if isinstance(op, Attention) and op.stores):
-        means, keys, queries = found[op.layer].reshape(3, op.num_kv_heads, op.head_dim)
+        means, keys, queries = key_balances[op.layer].reshape(3, op.num_kv_heads, op.head_dim)
         assert np.array_equal(keys * queries, np.ones(keys.shape))
         assert np.array_equal(np.log2(keys), np.rint(np.log2(keys)))
         first, second = np.split(keys, 2, axis=1)
         assert np.array_equal(first, second)  # they turn together
         assert means.any() == (kind == "biases")
     of_int16 = balances(program, random_tensors(program), "int16")
-    assert list(of_int16) == (list(found) if kind == "biases" else [])
-    assert all(np.array_equal(of_int16[layer], found[layer]) for layer in of_int16)
+    assert list(of_int16) == (list(key_balances) if kind == "biases" else [])
+    assert all(np.array_equal(of_int16[layer], key_balances[layer]) for layer in of_int16)
 
 
 @pytest.mark.parametrize("way", TURNED)

@@ -77,19 +77,21 @@ def test_rows_of_many_heads_do_not_depend_on_how_attention_is_shared_out():
             for i, request in enumerate(requests):
                 request.pages = page_lists(backend, [*range(16), 16 + i])
             run(backend, Slice(requests[0], 0, 256, samples=False))
-            found = []
+            rows_by_threads = []
             for first in range(0, 60, at_once):
                 slices = [Slice(r, 256, 1, samples=True) for r in requests[first : first + at_once]]
-                found += backend.run(StepPlan(tuple(slices))).logprobs
-            rows.append(found)
+                rows_by_threads += backend.run(StepPlan(tuple(slices))).logprobs
+            rows.append(rows_by_threads)
     assert rows[0] == rows[1]
 
 
 @pytest.mark.parametrize("count", [3, 150])
 def test_ranks_divide_the_heads_of_few_rows(count):
     model, tokens, level = latent_model(64, 1), tokens_of(7, count), choose_level(None).level
-    with cpu_backend(model, level, 16) as whole:
-        expected = {generated: whole.score(tokens, generated=generated) for generated in (0, 1)}
+    with cpu_backend(model, level, 16) as whole_backend:
+        expected = {
+            generated: whole_backend.score(tokens, generated=generated) for generated in (0, 1)
+        }
     for parts in ((1, 1), (1, 0, 2)):
         mesh = Mesh(column_parts=parts, kv_by_tokens=True)
         with ThreadRanks(model, mesh, level, 16, max_rows=150, threads=4) as ranks:

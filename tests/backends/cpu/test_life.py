@@ -72,13 +72,13 @@ def test_tensors_are_released_and_progress_reaches_the_end(model):
 
 
 def test_facts_tell_apart_what_rounds_otherwise(model):
-    told = []
+    precisions = []
     for options in ({}, {"kv_format": "int8"}, {"activation_bits": mixed_bits(*model)}):
         backend = CpuBackend(*model, 4, 16, 1, level="portable", **options)
-        told.append(backend.facts.precision)
+        precisions.append(backend.facts.precision)
         backend.close()
-    assert told[0] == "15 f16"
-    assert len(set(told)) == 3
+    assert precisions[0] == "15 f16"
+    assert len(set(precisions)) == 3
 
 
 def test_steps_may_come_from_any_thread(model):
@@ -122,10 +122,10 @@ def test_closing_twice_does_no_harm_and_running_after_it_is_refused(model):
 def test_pages_of_any_size_give_the_same_tokens(model, page_size):
     with cpu_backend(model, "portable", 32, page_size=page_size) as backend:
         sequence = Sequence(backend, TOKENS, list(range(8)))
-        drawn = [sequence.prefill(50), *sequence.decode(10)]
+        drawn_tokens = [sequence.prefill(50), *sequence.decode(10)]
     with cpu_backend(model, "portable", 32) as backend:
         sequence = Sequence(backend, TOKENS, list(range(8)))
-        assert [sequence.prefill(1000), *sequence.decode(10)] == drawn
+        assert [sequence.prefill(1000), *sequence.decode(10)] == drawn_tokens
 
 
 def test_times_of_fused_operations_start_again_after_each_read(model):
@@ -141,11 +141,11 @@ def test_times_of_fused_operations_start_again_after_each_read(model):
 def test_copied_pages_continue_as_their_originals(model):
     with cpu_backend(model, "portable", 16) as backend:
         first = Sequence(backend, TOKENS, list(range(8)))
-        drawn = first.prefill(1000)
+        drawn_tokens = first.prefill(1000)
         for page in range(8):
             backend.copy_page(page, 8 + page)
         second = Sequence(backend, TOKENS, list(range(8, 16)))
-        second.commit(second.slice(1000), drawn)
+        second.commit(second.slice(1000), drawn_tokens)
         assert second.decode(5) == first.decode(5)
 
 

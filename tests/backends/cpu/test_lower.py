@@ -76,15 +76,15 @@ def test_bits_by_name_apply_to_the_products_of_a_matrix():
     bits = {"blk.0.attn_q.weight": 8, "blk.0.attn_k.weight": 9, "blk.1.ffn_down.weight": 8}
     bits |= {"blk.0.attn_v.weight": 8, "blk.1.ffn_gate.weight": 8}
     lowered = lower(tiny_model()[0], activation_bits=bits)
-    found = {
+    precisions = {
         op.weight: record.precision
         for record, parts in zip(lowered.records, lowered.parts, strict=True)
         for op in parts
         if isinstance(op, Linear | Logits)
     }
-    assert {found[f"blk.0.attn_{name}.weight"] for name in "qkv"} == {Precision.MIXED}
-    assert found.pop("blk.1.ffn_down.weight") == Precision.COARSE
-    rest = {value for name, value in found.items() if "attn_" not in name}
+    assert {precisions[f"blk.0.attn_{name}.weight"] for name in "qkv"} == {Precision.MIXED}
+    assert precisions.pop("blk.1.ffn_down.weight") == Precision.COARSE
+    rest = {value for name, value in precisions.items() if "attn_" not in name}
     assert rest == {Precision.PLAIN}, "one of a gate's two products needs all bits"
 
 
@@ -140,8 +140,8 @@ def test_a_tapped_value_is_neither_fused_away_nor_overwritten():
     assert sorted(op.tap for op in taps) == list(range(len(names)))
     few = lower(program, ["x1"])
     assert len(few.records) == len(lower(program).records) + 1
-    place = next(i for i, op in enumerate(few.records) if op.kind == OpKind.TAP)
-    assert few.records[place].x == few.records[place - 1].outputs[0].buffer
+    tap_index = next(i for i, op in enumerate(few.records) if op.kind == OpKind.TAP)
+    assert few.records[tap_index].x == few.records[tap_index - 1].outputs[0].buffer
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

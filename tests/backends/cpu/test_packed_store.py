@@ -77,7 +77,7 @@ def start(model, folder, **store_options):
 
 
 @pytest.fixture
-def kept(model, tmp_path):
+def packed_folder(model, tmp_path):
     """Return the folder of a store that has the model's packed weights."""
     start(model, tmp_path)
     assert len(files_in(tmp_path)) == 1
@@ -86,14 +86,14 @@ def kept(model, tmp_path):
 
 @pytest.mark.parametrize("has_huge_pages", [True, False])
 def test_a_later_start_reads_the_file_and_packs_nothing(
-    model, kept, expected, monkeypatch, has_huge_pages
+    model, packed_folder, expected, monkeypatch, has_huge_pages
 ):
     monkeypatch.setattr(Mapping, "has_huge_pages", lambda _: has_huge_pages)
     program, tensors = model
     released, progress = [], []
     backend = open_backend(
         (program, tensors),
-        store_in(kept),
+        store_in(packed_folder),
         release=released.extend,
         progress=lambda done, total: progress.append((done, total)),
     )
@@ -104,7 +104,7 @@ def test_a_later_start_reads_the_file_and_packs_nothing(
     assert facts.shared_weight_bytes == (backend._weights._size if has_huge_pages else 0)
     backend.close()
     backend.close()
-    assert len(files_in(kept)) == 1
+    assert len(files_in(packed_folder)) == 1
 
 
 def test_the_first_process_shares_the_file_once_it_is_written(
@@ -197,22 +197,22 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_named_and_replaced(model, kept, expected, caplog, damage):
-    (path,) = files_in(kept)
+def test_a_damaged_file_is_named_and_replaced(model, packed_folder, expected, caplog, damage):
+    (path,) = files_in(packed_folder)
     DAMAGES[damage](path)
     with caplog.at_level(logging.WARNING, logger="twostroke.engine"):
-        assert np.array_equal(start(model, kept), expected)
+        assert np.array_equal(start(model, packed_folder), expected)
     assert str(path) in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="twostroke.engine"):
-        assert np.array_equal(start(model, kept), expected)
+        assert np.array_equal(start(model, packed_folder), expected)
     assert not caplog.text  # the file is good again
 
 
-def test_a_folder_in_place_of_the_file_is_left_alone(model, kept, expected):
-    (path,) = files_in(kept)
+def test_a_folder_in_place_of_the_file_is_left_alone(model, packed_folder, expected):
+    (path,) = files_in(packed_folder)
     replace_by_folder(path)
-    assert np.array_equal(start(model, kept), expected)
+    assert np.array_equal(start(model, packed_folder), expected)
     assert path.is_dir()
 
 
@@ -287,18 +287,18 @@ def test_pages_of_a_written_file_are_in_memory(tmp_path):
     mapping.close()
 
 
-def test_random_bits_are_found_wherever_they_are(model, kept, expected, caplog):
-    (path,) = files_in(kept)
+def test_random_bits_are_found_wherever_they_are(model, packed_folder, expected, caplog):
+    (path,) = files_in(packed_folder)
     intact = path.read_bytes()
     rng = random.Random(0)
-    num_bytes = _padded_weights(model, kept)
+    num_bytes = _padded_weights(model, packed_folder)
     for _ in range(12):
         position = rng.randrange(len(intact))
         path.write_bytes(intact)
         damage_byte(path, position)
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="twostroke.engine"):
-            assert np.array_equal(start(model, kept), expected)
+            assert np.array_equal(start(model, packed_folder), expected)
         is_padding = num_bytes[0] <= position < num_bytes[1]
         assert bool(caplog.text) != is_padding
 
@@ -311,9 +311,9 @@ def _padded_weights(model, folder):
     return num_bytes, -(-num_bytes // 4096) * 4096
 
 
-def test_other_files_of_the_model_have_other_packed_weights(model, kept):
-    start(model, kept, source="file 2")
-    assert len(files_in(kept)) == 2
+def test_other_files_of_the_model_have_other_packed_weights(model, packed_folder):
+    start(model, packed_folder, source="file 2")
+    assert len(files_in(packed_folder)) == 2
 
 
 def test_another_build_of_the_kernels_has_other_packed_weights(tmp_path):
@@ -325,19 +325,19 @@ def test_another_build_of_the_kernels_has_other_packed_weights(tmp_path):
     assert paths[0] != paths[1]
 
 
-def test_the_least_recently_used_files_go_first(model, kept):
-    (first,) = files_in(kept)
+def test_the_least_recently_used_files_go_first(model, packed_folder):
+    (first,) = files_in(packed_folder)
     size = first.stat().st_size
-    start(model, kept, source="file 2")
-    (second,) = set(files_in(kept)) - {first}
+    start(model, packed_folder, source="file 2")
+    (second,) = set(files_in(packed_folder)) - {first}
     for number, file in enumerate((first, second)):
         for kept_file in (file, file.with_suffix(".checked")):
             os.utime(kept_file, (number, number))
-    start(model, kept)  # a use of the first
-    start(model, kept, source="file 3", max_bytes=2 * size)
-    assert first in files_in(kept)
-    assert second not in files_in(kept)
-    assert len(files_in(kept)) == len([*kept.glob("*.checked")]) == 2
+    start(model, packed_folder)  # a use of the first
+    start(model, packed_folder, source="file 3", max_bytes=2 * size)
+    assert first in files_in(packed_folder)
+    assert second not in files_in(packed_folder)
+    assert len(files_in(packed_folder)) == len([*packed_folder.glob("*.checked")]) == 2
 
 
 def test_weights_beyond_the_limit_are_not_kept(model, tmp_path, expected, caplog):
@@ -416,8 +416,8 @@ atexit.register(writer._thread.join)
 
 def test_a_process_that_ends_without_closing_leaves_no_part_and_no_traceback(tmp_path):
     command = [sys.executable, "-c", ENDS_EARLY, str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert ended.stderr == ""
+    finished_run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert finished_run.stderr == ""
     assert list(tmp_path.iterdir()) == []
 
 

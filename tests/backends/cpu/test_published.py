@@ -60,6 +60,6 @@ def test_folders_agree_with_the_reference(tmp_path: Path, level: str) -> None:
         with cpu_backend((program, dict(loaded.tensors)), level, 4) as backend:
             for generated in (False, True):
                 actual = backend.score(TOKENS, generated=generated)
-                far = np.abs(actual - expected).max() / np.abs(expected).max()
+                difference = np.abs(actual - expected).max() / np.abs(expected).max()
                 tiles = level.startswith("amx") and not generated
-                assert far < (6e-2 if tiles else 5e-3), config
+                assert difference < (6e-2 if tiles else 5e-3), config

@@ -42,7 +42,7 @@ MESHES = [
     Mesh(stages=(1, 1)),
     Mesh((1, 1), 2, (1, 2)),
 ]
-PLACES = [
+KV_MESHES = [
     Mesh(column_parts=(1, 1), kv_by_tokens=True),
     Mesh(column_parts=(1, 5, 1), kv_by_tokens=True),
     Mesh(column_parts=(1,) * 7, kv_by_tokens=True),
@@ -80,11 +80,13 @@ def tokens_of(seed: int, length: int) -> list[int]:
 def test_logits_are_those_of_one_process(kind, request):
     """In a short run, each model tries every second mesh, from the first or the second on."""
     model, tokens = MODELS[kind](), tokens_of(1, 150)
-    meshes = list(enumerate([*MESHES, *PLACES[1:4]]))
+    meshes = list(enumerate([*MESHES, *KV_MESHES[1:4]]))
     if request.config.getoption("--rounds") == 1:
         meshes = meshes[list(MODELS).index(kind) % 2 :: 2]
-    with cpu_backend(model, LEVEL, 16) as whole:
-        expected = {generated: whole.score(tokens, generated=generated) for generated in (0, 1)}
+    with cpu_backend(model, LEVEL, 16) as whole_backend:
+        expected = {
+            generated: whole_backend.score(tokens, generated=generated) for generated in (0, 1)
+        }
     for number, mesh in meshes:
         if len(mesh.stages) > len(stage_ends(model[0], model[0].ops)):
             continue
@@ -100,8 +102,8 @@ def test_products_with_different_bits_give_the_logits_of_one_process(kind):
     model, tokens = MODELS[kind](), tokens_of(2, 90)
     bits = mixed_bits(*model)
     assert bits.bits
-    with cpu_backend(model, LEVEL, 16) as whole:
-        expected = whole.score_with(bits.bits, tokens)
+    with cpu_backend(model, LEVEL, 16) as whole_backend:
+        expected = whole_backend.score_with(bits.bits, tokens)
     for mesh in MESHES:
         with ThreadRanks(model, mesh, LEVEL, 16, activation_bits=bits.bits) as ranks:
             assert np.array_equal(ranks.score(tokens, generated=True), expected), mesh
@@ -114,9 +116,9 @@ def test_keys_of_ranks_lose_the_bias_of_their_own_heads_and_are_made_even(kv_for
     weight = model[1][name].dequantize()
     weight[::5] *= 64
     model[1][name] = QuantTensor.from_floats(weight, FORMATS["F32"])
-    with cpu_backend(model, LEVEL, 16, kv_format=kv_format) as whole:
-        expected = whole.score(tokens)
-    for mesh in (*MESHES[:4], MESHES[-1], *PLACES):
+    with cpu_backend(model, LEVEL, 16, kv_format=kv_format) as whole_backend:
+        expected = whole_backend.score(tokens)
+    for mesh in (*MESHES[:4], MESHES[-1], *KV_MESHES):
         with ThreadRanks(model, mesh, LEVEL, 16, kv_format=kv_format) as ranks:
             assert np.array_equal(ranks.score(tokens), expected), mesh
 
@@ -126,10 +128,10 @@ def test_traced_values_are_those_of_one_process():
     model, tokens = MODELS["experts"](), tokens_of(5, 60)
     normed = [op.output for op in model[0].ops if isinstance(op, RMSNorm)]
     names = [*model[0].layer_outputs, *normed, model[0].ops[-1].output]
-    with cpu_backend(model, LEVEL, 16) as whole:
-        expected = whole.trace(tokens, names)
+    with cpu_backend(model, LEVEL, 16) as whole_backend:
+        expected = whole_backend.trace(tokens, names)
     for mesh in MESHES:
-        with ThreadRanks(model, mesh, LEVEL, 16, kept=names[:-1]) as ranks:
+        with ThreadRanks(model, mesh, LEVEL, 16, kept_values=names[:-1]) as ranks:
             for name, values in ranks.trace(tokens, names).items():
                 assert np.array_equal(values, expected[name]), (name, mesh)
 
@@ -138,9 +140,9 @@ def test_rows_of_a_table_that_is_too_small_to_be_divided_are_gathered():
     program = decoder(replace(SPEC, vocab_size=30), residual_layer)
     model = (program, random_tensors(program))
     tokens, name = [token % 30 for token in tokens_of(3, 40)], program.ops[0].output
-    with cpu_backend(model, LEVEL, 16) as whole:
-        expected = whole.trace(tokens, [name])[name]
-    with ThreadRanks(model, Mesh(row_parts=3), LEVEL, 16, kept=[name]) as ranks:
+    with cpu_backend(model, LEVEL, 16) as whole_backend:
+        expected = whole_backend.trace(tokens, [name])[name]
+    with ThreadRanks(model, Mesh(row_parts=3), LEVEL, 16, kept_values=[name]) as ranks:
         assert np.array_equal(ranks.trace(tokens, [name])[name], expected)
 
 
@@ -196,12 +198,16 @@ def test_answers_are_those_of_one_process_in_any_schedule(seed, tmp_path):
     setting = replace(setting, token_budget=max(setting.token_budget, 50))
     requests = random_requests(chance, 40, program.vocab_size, 90, 9)
     options = {"kv_format": kv_format, "num_states": NUM_STATES}
-    with cpu_backend(model, LEVEL, 64, **options) as whole:
-        known, _ = run_schedule(whole, setting, [fresh(r) for r in requests], 120)
+    with cpu_backend(model, LEVEL, 64, **options) as whole_backend:
+        expected_answers, _ = run_schedule(
+            whole_backend, setting, [fresh(r) for r in requests], 120
+        )
     for mesh, post in ((chance.choice(MESHES), Post()), (random_mesh(chance), None)):
         with ThreadRanks(model, mesh, LEVEL, 64, post=post, **options) as ranks:
-            found, _ = run_schedule(ranks, setting, [fresh(r) for r in requests], 120, known)
-            assert found == known, (mesh, family)
+            answers, _ = run_schedule(
+                ranks, setting, [fresh(r) for r in requests], 120, expected_answers
+            )
+            assert answers == expected_answers, (mesh, family)
 
 
 @pytest.mark.seeds(2)
@@ -219,32 +225,36 @@ def test_pieces_on_several_ranks_give_the_answers_of_one_process(seed, monkeypat
     num_groups = len(model[0].cache_groups)
     setting = Setting.chosen_by(chance, 8 * num_groups, 12 * num_groups)
     setting = replace(setting, token_budget=max(setting.token_budget, 20))
-    with cpu_backend(model, LEVEL, 64, kv_format=kv_format) as whole:
-        known, _ = run_schedule(whole, setting.alone(64), [fresh(r) for r in requests], 500)
-    for mesh in chance.sample(PLACES, 2):
+    with cpu_backend(model, LEVEL, 64, kv_format=kv_format) as whole_backend:
+        expected_answers, _ = run_schedule(
+            whole_backend, setting.alone(64), [fresh(r) for r in requests], 500
+        )
+    for mesh in chance.sample(KV_MESHES, 2):
         # Small tiles cut the pieces of a row in many blocks.
         monkeypatch.setattr(layout, "_TILE_BYTES", chance.choice([0, 1 << 15, 4 << 20]))
         options = {"threads": chance.choice([1, 3]), "post": chance.choice([None, Post()])}
         with ThreadRanks(model, mesh, LEVEL, 12, kv_format=kv_format, **options) as ranks:
-            found, _ = run_schedule(ranks, setting, [fresh(r) for r in requests], 500, known)
-        assert found == known, mesh
+            answers, _ = run_schedule(
+                ranks, setting, [fresh(r) for r in requests], 500, expected_answers
+            )
+        assert answers == expected_answers, mesh
 
 
 def test_rows_that_see_nothing_of_a_later_tile_stay_as_they_are(monkeypatch):
     """Of two rows only the second sees the last KV split, which has a separate tile."""
     monkeypatch.setattr(layout, "_TILE_BYTES", 0)
-    model, found = tiny_model(fmt="Q8_0", num_heads=8, num_kv_heads=1), []
+    model, results = tiny_model(fmt="Q8_0", num_heads=8, num_kv_heads=1), []
     with (
-        cpu_backend(model, LEVEL, 32) as whole,
+        cpu_backend(model, LEVEL, 32) as whole_backend,
         ThreadRanks(model, Mesh(row_parts=2, kv_by_tokens=True), LEVEL, 4) as ranks,
     ):
-        for backend, num_pages in ((whole, 32), (ranks, 4)):
+        for backend, num_pages in ((whole_backend, 32), (ranks, 4)):
             request = greedy_request(tokens_of(6, 385), prompt_logprobs=3)
             request.pages = page_lists(backend, list(range(num_pages)))
             run(backend, Slice(request, 0, 383, samples=False))
             result = backend.run(StepPlan((Slice(request, 383, 2, samples=True, num_scored=1),)))
-            found.append((result.tokens, result.logprobs, result.scores))
-    assert found[0] == found[1]
+            results.append((result.tokens, result.logprobs, result.scores))
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("kind", HYBRIDS)
@@ -253,24 +263,26 @@ def test_recurrent_states_of_ranks_follow_requests_on_any_schedule(kind):
     model, chance = MODELS[kind](), random.Random(kind)
     requests = random_requests(chance, 20, VOCAB_SIZE, 60, 12)
     setting = replace(Setting.chosen_by(chance, 8, 12), token_budget=32, max_running=16)
-    with cpu_backend(model, LEVEL, 64, num_states=NUM_STATES) as whole:
-        known, _ = run_schedule(whole, setting.alone(64), [fresh(r) for r in requests], 120)
-    meshes = [Mesh(column_parts=(1, 1)), Mesh((1, 1)), *chance.sample([*MESHES, *PLACES], 2)]
+    with cpu_backend(model, LEVEL, 64, num_states=NUM_STATES) as whole_backend:
+        expected_answers, _ = run_schedule(
+            whole_backend, setting.alone(64), [fresh(r) for r in requests], 120
+        )
+    meshes = [Mesh(column_parts=(1, 1)), Mesh((1, 1)), *chance.sample([*MESHES, *KV_MESHES], 2)]
     for number, mesh in enumerate(meshes):
         options = {"num_states": NUM_STATES, "post": Post() if number % 2 else None}
         with ThreadRanks(model, mesh, LEVEL, 16, **options) as ranks:
-            found, _ = run_schedule(ranks, setting, [fresh(r) for r in requests], 120)
-        assert found == known, mesh
+            answers, _ = run_schedule(ranks, setting, [fresh(r) for r in requests], 120)
+        assert answers == expected_answers, mesh
 
 
 def test_ranks_have_their_share_of_recurrent_states():
     for program in (HYBRIDS["grouped"], HYBRIDS["tiled"]):
-        whole = program.state_bytes
+        whole_bytes = program.state_bytes
         for mesh in (Mesh(column_parts=(1, 1, 1)), Mesh((1, 1), 1, (2, 1))):
             parts = WeightShard(0, mesh, 16, None).parts(program)
-            assert sum(part.program.state_bytes for part in parts) == whole, mesh
+            assert sum(part.program.state_bytes for part in parts) == whole_bytes, mesh
         twice = WeightShard(0, Mesh(row_parts=2), 16, None).parts(program)
-        assert [part.program.state_bytes for part in twice] == [whole, whole]
+        assert [part.program.state_bytes for part in twice] == [whole_bytes, whole_bytes]
 
 
 def random_mesh(chance: random.Random) -> Mesh:
@@ -281,8 +293,8 @@ def random_mesh(chance: random.Random) -> Mesh:
 
 def test_a_link_without_shared_memory_moves_the_same_values():
     model, tokens = MODELS["experts"](), tokens_of(2, 40)
-    with cpu_backend(model, LEVEL, 16) as whole:
-        expected = whole.score(tokens)
+    with cpu_backend(model, LEVEL, 16) as whole_backend:
+        expected = whole_backend.score(tokens)
     for mesh in MESHES[:4]:
         with ThreadRanks(model, mesh, LEVEL, 16, post=Post()) as ranks:
             assert np.array_equal(ranks.score(tokens), expected), mesh
@@ -291,17 +303,17 @@ def test_a_link_without_shared_memory_moves_the_same_values():
 def test_over_a_link_only_the_best_logit_of_a_greedy_row_goes_to_rank_0():
     model, tokens, post = tiny_model(), tokens_of(4, 20), Post()
     changes = [{}, {"logprobs": 0}, {"temperature": 1.0}, {"presence_penalty": 0.5}]
-    found = []
+    results = []
     with (
-        cpu_backend(model, LEVEL, 16) as whole,
+        cpu_backend(model, LEVEL, 16) as whole_backend,
         ThreadRanks(model, Mesh(column_parts=(1, 1)), LEVEL, 16, post=post) as ranks,
     ):
-        for backend in (whole, ranks):
+        for backend in (whole_backend, ranks):
             requests = [greedy_request(tokens, **{"logprobs": None, **c}) for c in changes]
             for number, request in enumerate(requests):
                 request.pages = page_lists(backend, [2 * number, 2 * number + 1])
-            found.append(run(backend, *(Slice(r, 0, 20, samples=True) for r in requests)))
-    assert found[0] == found[1]
+            results.append(run(backend, *(Slice(r, 0, 20, samples=True) for r in requests)))
+    assert results[0] == results[1]
     (part,) = [op.width for op in ranks.parts[1].program.ops if isinstance(op, Logits)]
     assert post.sent == [8 + 3 * 4 * part]
 

@@ -82,12 +82,12 @@ def test_tokens_do_not_depend_on_the_schedule(level, attends, mixer):
     num_preemptions = num_drafted = num_accepted = 0
     with cpu_backend(model, level, NUM_PAGES, threads=3, num_states=NUM_STATES) as backend:
         for setting in settings:
-            again = [fresh(request) for request in chance.sample(requests, len(requests))]
-            answers, count = run_schedule(backend, setting, again, CONTEXT, expected)
+            copies = [fresh(request) for request in chance.sample(requests, len(requests))]
+            answers, count = run_schedule(backend, setting, copies, CONTEXT, expected)
             assert answers == expected, setting
             num_preemptions += count
-            num_drafted += sum(request.num_drafted for request in again)
-            num_accepted += sum(request.num_accepted for request in again)
+            num_drafted += sum(request.num_drafted for request in copies)
+            num_accepted += sum(request.num_accepted for request in copies)
     assert num_preemptions > 0
     assert 0 < num_accepted < num_drafted
 
@@ -135,11 +135,13 @@ def test_prompt_and_generated_rows_of_a_request_in_one_step(level):
         other = greedy_request(tokens[100:120])
         other.pages = page_lists(backend, [3, 4])
         run(backend, Slice(request, 0, 30, samples=False, write_state=0))
-        apart = run(backend, Slice(request, 30, 10, samples=True, read_state=0, write_state=1))
-        whole = Slice(request, 0, 40, samples=True, write_state=2)
-        alone = run(backend, whole)
-        together = run(backend, Slice(other, 0, 20, samples=True, write_state=3), whole)
-        assert apart == alone == together[1:]
+        separate_tokens = run(
+            backend, Slice(request, 30, 10, samples=True, read_state=0, write_state=1)
+        )
+        whole_prompt = Slice(request, 0, 40, samples=True, write_state=2)
+        alone = run(backend, whole_prompt)
+        together = run(backend, Slice(other, 0, 20, samples=True, write_state=3), whole_prompt)
+        assert separate_tokens == alone == together[1:]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +161,7 @@ def test_states_after_drafts_are_those_of_drawn_tokens(level, shape):
         with_drafts = Slice(
             request, 0, 20, samples=True, drafts=drafts, write_state=0, draft_states=slots
         )
-        drawn = run(backend, with_drafts)
+        drawn_tokens = run(backend, with_drafts)
         for number in range(num_drafts):
             request.tokens.append(drafts[number])
             write_state = 30 + number
@@ -169,7 +171,7 @@ def test_states_after_drafts_are_those_of_drawn_tokens(level, shape):
                 backend,
                 Slice(request, end, 1, True, read_state=read_state, write_state=write_state),
             )
-            assert alone == [drawn[1 + number]]
+            assert alone == [drawn_tokens[1 + number]]
             request.tokens.append(7)
             after_draft, after_token = (
                 run(backend, Slice(request, end + 1, 1, True, read_state=slot, write_state=60))

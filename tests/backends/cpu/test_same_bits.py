@@ -89,10 +89,10 @@ def test_logprobs_do_not_depend_on_other_requests(level, model):
             if not plan:
                 break
             result = backend.run(StepPlan(tuple(plan)))
-            drawn = iter(zip(result.tokens, result.logprobs, strict=True))
+            drawn_tokens = iter(zip(result.tokens, result.logprobs, strict=True))
             for part in plan:
                 s = next(s for s in sequences if s.request is part.request)
-                if pair := s.commit(part, next(drawn) if part.samples else None):
+                if pair := s.commit(part, next(drawn_tokens) if part.samples else None):
                     together[id(s)].append(pair)
         assert [together[id(s)] for s in sequences] == alone
 
@@ -103,9 +103,9 @@ def test_recomputed_generated_rows_have_the_same_bits(level, model):
         sequence = Sequence(backend, tokens_of(3, 40), list(range(10)))
         sequence.prefill(1000)
         expected = sequence.decode(30)
-        kept = sequence.request.tokens[: 40 + 17]
+        kept_tokens = sequence.request.tokens[: 40 + 17]
         sequence.reset()
-        sequence.request.tokens[:] = kept
+        sequence.request.tokens[:] = kept_tokens
         sequence.request.pages = page_lists(backend, list(range(20, 30)))
         sequence.request.num_moves += 1
         first = sequence.prefill(1000)
@@ -146,15 +146,15 @@ def test_pages_before_a_window_are_not_read(level):
         expected = [sequence.prefill(30), *sequence.decode(9)]
         sequence.reset()
         groups = PageGroups(backend.facts.page_size, backend.facts.windows)
-        drawn = []
-        while len(drawn) < 10:
+        drawn_tokens = []
+        while len(drawn_tokens) < 10:
             backend.forget(sequence.request)  # so that the page table is made anew
             firsts = groups.first_read_pages(sequence.request.num_computed)
             for pages, first in zip(sequence.request.pages, firsts, strict=True):
                 pages[:first] = [NO_PAGE] * first
-            drawn += [pair] if (pair := sequence.step(30)) else []
+            drawn_tokens += [pair] if (pair := sequence.step(30)) else []
         assert firsts[0] == 13
-        assert drawn == expected
+        assert drawn_tokens == expected
         sequence.request.pages[2][firsts[2]] = NO_PAGE
         backend.forget(sequence.request)
         with pytest.raises(BackendError, match="page"):
@@ -169,8 +169,8 @@ def test_score_is_what_a_prompt_computes(level, model):
         assert np.array_equal(logits[:77], shorter)
         request = greedy_request(tokens)
         request.pages = page_lists(backend, list(range(9)))
-        drawn = run(backend, Slice(request, 0, len(tokens), samples=True))
-        assert drawn == [int(np.argmax(logits[-1]))]
+        drawn_tokens = run(backend, Slice(request, 0, len(tokens), samples=True))
+        assert drawn_tokens == [int(np.argmax(logits[-1]))]
 
 
 def test_logprobs_far_into_a_context_do_not_depend_on_how_attention_is_shared_out(level, model):

@@ -72,12 +72,12 @@ def test_where_rows_are_limited_those_who_are_not_in_the_step_lose_theirs():
         assert len(set(rows.tolist())) == len(step)
         changed = dict(tables.take_changes().tolist())
         flat = tables.array.reshape(-1)
-        assert all(flat[place] == page for place, page in changed.items())
+        assert all(flat[index] == page for index, page in changed.items())
         for row, request in zip(rows, step, strict=True):
             assert tables.array[row, 0, :3].tolist() == request.pages[0]
     branch = DraftBranch(0, ROOT, 40, 2, ((90,),), 1, (), is_copied=False)
-    own = [tables.branch(i, rows[0], branch) for i in range(8)]
-    assert not {*own} & {*rows.tolist()}
+    branch_rows = [tables.branch(i, rows[0], branch) for i in range(8)]
+    assert not {*branch_rows} & {*rows.tolist()}
     assert len(tables.array) == 20
     rows = rows_of(tables, requests[10:30])  # the branches' rows are free again
     assert len(set(rows.tolist())) == 20
@@ -120,9 +120,9 @@ def test_each_branch_is_a_run_of_rows_with_its_own_table():
     new, old = make_request(3, [1]), make_request(20, [5, 6])
     old.tokens += [50]
     # 60, 61; beside 61 stands 62; beside 60 stands 63. Positions begin at 20, pages hold 16.
-    beside = DraftBranch(2, 0, 22, 1, ((7,),), 1, (0, 1), is_copied=True)
+    second_branch = DraftBranch(2, 0, 22, 1, ((7,),), 1, (0, 1), is_copied=True)
     first = DraftBranch(3, ROOT, 21, 1, ((8,),), 1, (0,), is_copied=True)
-    tree = Slice(old, 20, 1, True, (60, 61, 62, 63), (beside, first))
+    tree = Slice(old, 20, 1, True, (60, 61, 62, 63), (second_branch, first))
     plan = StepPlan((Slice(new, 0, 3, True), tree))
     sampled = steps.fill(plan)
     record = steps.record
@@ -133,8 +133,11 @@ def test_each_branch_is_a_run_of_rows_with_its_own_table():
     tables = [steps.tables.array[row, 0, :2].tolist() for row in runs[:3, 3]]
     assert tables == [[5, 6], [5, 7], [5, 8]]
     assert record.num_stores == 3
-    own = runs[:, 3].tolist()
-    assert steps._stores.tolist() == [[0, own[1]], [0, own[2]], [1, own[1]]][: record.num_stores]
+    page_tables = runs[:, 3].tolist()
+    assert (
+        steps._stores.tolist()
+        == [[0, page_tables[1]], [0, page_tables[2]], [1, page_tables[1]]][: record.num_stores]
+    )
     assert steps._copies.tolist() == [[6, 7], [6, 8]]
     assert steps._samples["counter"].tolist() == [1, 2, 3, 3, 2, 0]
     steps._results["token"][:6] = [10, 11, 12, 13, 14, 20]

@@ -42,11 +42,11 @@ def built(monkeypatch):
 def on_nodes(monkeypatch):
     """Return a function that simulates NUMA nodes with these cores for later thread pools."""
 
-    def place(*nodes: tuple[int, ...]) -> None:
+    def place_nodes(*nodes: tuple[int, ...]) -> None:
         made_up = tuple(MemoryNode(number, cores) for number, cores in enumerate(nodes))
         monkeypatch.setattr(team, "memory_nodes", lambda: made_up)
 
-    return place
+    return place_nodes
 
 
 @contextmanager
@@ -69,11 +69,11 @@ def pack(library: ctypes.CDLL, pool: int, kind: int, shape: tuple[int, int]) -> 
 def masks() -> dict[int, set[int]]:
     """Return the cores that each of this process's threads may use."""
     threads = (int(entry.name) for entry in Path("/proc/self/task").iterdir())
-    found = {}
+    masks_by_thread = {}
     for thread in threads:
         with suppress(ProcessLookupError):  # a thread of an earlier test may just have ended
-            found[thread] = os.sched_getaffinity(thread)
-    return found
+            masks_by_thread[thread] = os.sched_getaffinity(thread)
+    return masks_by_thread
 
 
 def masks_while_computing(
@@ -113,18 +113,18 @@ def test_each_thread_keeps_to_its_node_and_the_caller_only_while_it_computes(on_
 
 def test_a_caller_that_may_not_use_its_node_keeps_its_cores(on_nodes):
     on_nodes((CORES[0],), (CORES[1],))
-    found = []
+    mask_sets = []
 
     def call(library: ctypes.CDLL, pool: int) -> None:
         os.sched_setaffinity(0, {CORES[1]})  # of this thread alone
-        found.append(masks_while_computing(library, pool, 1))
-        found.append({frozenset(os.sched_getaffinity(0))})
+        mask_sets.append(masks_while_computing(library, pool, 1))
+        mask_sets.append({frozenset(os.sched_getaffinity(0))})
 
     with pool_of(2) as (library, pool):
         thread = threading.Thread(target=call, args=(library, pool))
         thread.start()
         thread.join()
-    assert found == [{frozenset({CORES[1]})}] * 2
+    assert mask_sets == [{frozenset({CORES[1]})}] * 2
 
 
 @pytest.mark.parametrize("kind", [F32, Q8_0])
@@ -148,8 +148,8 @@ def test_results_are_the_same_bits_on_several_nodes(on_nodes, level, kind):
         on_nodes(*nodes)
         with cpu_backend(model, level, 16, threads=2) as backend:
             sequence = Sequence(backend, TOKENS, list(range(8)))
-            drawn = [sequence.prefill(37), *sequence.decode(4)]
-            results.append((drawn, backend.score(TOKENS).tobytes()))
+            drawn_tokens = [sequence.prefill(37), *sequence.decode(4)]
+            results.append((drawn_tokens, backend.score(TOKENS).tobytes()))
     assert results[1] == results[0]
 
 

@@ -26,14 +26,14 @@ def test_every_traced_value_agrees_with_the_reference(level, model):
     assert list(actual) == names
     for name in names:
         assert actual[name].shape == (len(TOKENS), program.value_widths[name])
-        far = np.abs(actual[name] - expected[name]).max()
-        assert far < 0.02 * np.abs(expected[name]).max(), name
+        difference = np.abs(actual[name] - expected[name]).max()
+        assert difference < 0.02 * np.abs(expected[name]).max(), name
 
 
 @pytest.mark.parametrize("generated", [False, True])
 def test_tapping_the_layers_does_not_change_the_logits(model, generated):
     with cpu_backend(model, "portable", 4) as backend:
-        found = backend.trace(TOKENS, ["x1", "x2", "h0", "logits"], generated=generated)
-        assert np.array_equal(found["logits"], backend.score(TOKENS, generated=generated))
+        values = backend.trace(TOKENS, ["x1", "x2", "h0", "logits"], generated=generated)
+        assert np.array_equal(values["logits"], backend.score(TOKENS, generated=generated))
         alone = backend.trace(TOKENS[:70], ["x2"], generated=generated)
-        assert np.array_equal(alone["x2"], found["x2"][:70])
+        assert np.array_equal(alone["x2"], values["x2"][:70])

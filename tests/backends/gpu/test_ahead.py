@@ -57,20 +57,20 @@ def test_tokens_drawn_ahead_are_those_of_one_step_at_a_time(
         request.params = replace(request.params, max_tokens=36)
     plain = Setting(64, 60, 32, prefix_cache=True, policy=Continuous())
     right, _ = run_schedule(gpu_backend(64, windows), plain, [fresh(r) for r in requests], 100)
-    ahead = replace(plain, num_pages=5, draws_ahead=1, cancels=3)
-    again = [fresh(r) for r in requests]
-    ours, num_preemptions = run_schedule(gpu_backend(5, windows), ahead, again, 100)
+    ahead_setting = replace(plain, num_pages=5, draws_ahead=1, cancels=3)
+    copies = [fresh(r) for r in requests]
+    ours, num_preemptions = run_schedule(gpu_backend(5, windows), ahead_setting, copies, 100)
     assert num_preemptions or windows, "a window needs few pages"
-    cancelled = {r.id for r in again if r.finish_reason is FinishReason.CANCEL}
+    cancelled = {r.id for r in copies if r.finish_reason is FinishReason.CANCEL}
     assert 0 < len(cancelled) < _NUM_REQUESTS / 2
     for name, (tokens, reports) in ours.items():
         count = len(tokens)
         assert name in cancelled or count == len(right[name][0])
         assert tokens == right[name][0][:count]
-        for report, known in zip(reports, right[name][1], strict=name not in cancelled):
-            assert (report is None) == (known is None)
-            if report is not None and known is not None:
-                assert report.logprob == pytest.approx(known.logprob, abs=2e-3)
+        for report, expected_report in zip(reports, right[name][1], strict=name not in cancelled):
+            assert (report is None) == (expected_report is None)
+            if report is not None and expected_report is not None:
+                assert report.logprob == pytest.approx(expected_report.logprob, abs=2e-3)
 
 
 def test_tokens_drawn_on_the_device_stay_there() -> None:
@@ -81,8 +81,8 @@ def test_tokens_drawn_on_the_device_stay_there() -> None:
     plain = Setting(32, 60, 8, prefix_cache=False, policy=Continuous())
     right, _ = run_schedule(gpu_backend(32), plain, [fresh(r) for r in requests], 100)
     ours = gpu_backend(32, draws_on_host=False)
-    ahead = replace(plain, draws_ahead=1)
-    answers, _ = run_schedule(ours, ahead, [fresh(r) for r in requests], 100)
+    ahead_setting = replace(plain, draws_ahead=1)
+    answers, _ = run_schedule(ours, ahead_setting, [fresh(r) for r in requests], 100)
     assert {name: tokens for name, (tokens, _) in answers.items()} == {
         name: tokens for name, (tokens, _) in right.items()
     }
@@ -97,8 +97,8 @@ def test_a_step_may_draw_nothing() -> None:
         assert backend.run(StepPlan((Slice(request, 0, 6, samples=False),))).tokens == []
         (token,) = backend.run(StepPlan((Slice(request, 6, 4, samples=True),))).tokens
         request.tokens.append(token)
-    again = expected.run(StepPlan((Slice(request, 6, 4, samples=True),)))
-    assert again.tokens == [token]
+    next_result = expected.run(StepPlan((Slice(request, 6, 4, samples=True),)))
+    assert next_result.tokens == [token]
 
 
 def alone(number: int, num_pages: int = 1) -> Request:
@@ -189,14 +189,17 @@ def test_a_row_of_a_token_that_could_not_be_drawn_harms_nobody() -> None:
     backend.start(StepPlan((Slice(bad, 0, 2, samples=True), Slice(good, 0, 2, samples=True))))
     backend._plan.results[0, 0] = NO_TOKEN
     backend.start(StepPlan((Slice(good, 2, 1, samples=True), Slice(bad, 2, 1, samples=True))))
-    drawn = [backend.finish().tokens[1], backend.finish().tokens[0]]
+    drawn_tokens = [backend.finish().tokens[1], backend.finish().tokens[0]]
     right = gpu_backend(8)
-    known = right.run(StepPlan((Slice(good, 0, 2, samples=True),))).tokens
-    good.tokens += known
-    assert drawn == known + right.run(StepPlan((Slice(good, 2, 1, samples=True),))).tokens
+    first_tokens = right.run(StepPlan((Slice(good, 0, 2, samples=True),))).tokens
+    good.tokens += first_tokens
+    assert (
+        drawn_tokens
+        == first_tokens + right.run(StepPlan((Slice(good, 2, 1, samples=True),))).tokens
+    )
 
 
-ASKED = [
+PARAMS = [
     SamplingParams(temperature=0, max_tokens=14, ignore_eos=True),
     SamplingParams(temperature=0.8, max_tokens=10, seed=1, logprobs=2, n=3),
     SamplingParams(max_tokens=8, seed=3, repetition_penalty=1.3, frequency_penalty=0.5),
@@ -209,13 +212,13 @@ ASKED = [
 
 def answers(tiny: str, monkeypatch: pytest.MonkeyPatch, method: str) -> tuple[list[Any], int]:
     """Return all answers of an engine, and how many steps were started."""
-    made: list[GpuBackend] = []
+    backends: list[GpuBackend] = []
 
     def make(*args: Any, **_: Any) -> GpuBackend:
         tensors, program, _, size = args
         sizes = size.num_pages, size.page_size
-        made.append(GpuBackend(program, tensors, *sizes, find_device(), **_EXACT))
-        return made[0]
+        backends.append(GpuBackend(program, tensors, *sizes, find_device(), **_EXACT))
+        return backends[0]
 
     num_blind = 0
     find_blind = GpuBackend._resolve_blind_tokens
@@ -235,7 +238,7 @@ def answers(tiny: str, monkeypatch: pytest.MonkeyPatch, method: str) -> tuple[li
     )
     prompts = ["hello world", "the world is the world", "of the world to the world of the world"]
     with LLM(tiny, options=options) as llm:
-        output = llm.generate([text for text in prompts for _ in ASKED], ASKED * len(prompts))
+        output = llm.generate([text for text in prompts for _ in PARAMS], PARAMS * len(prompts))
     return [
         (answer.text, answer.token_ids, answer.finish_reason)
         for answers in output

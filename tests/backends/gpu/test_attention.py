@@ -23,7 +23,7 @@ PAGE, PAGES = 16, 24
 def heads_of(rng: np.random.Generator, window: int | None = None, cap: float = 0.0) -> HeadLayout:
     kv, group, dim = (int(rng.choice(choices)) for choices in ((1, 2, 3), (1, 2, 5), (16, 24, 64)))
     line = kv * PAGE * dim
-    places = {
+    offsets = {
         "page_size": PAGE,
         "page_stride": 2 * line + 64,
         "keys_at": 32,
@@ -31,7 +31,7 @@ def heads_of(rng: np.random.Generator, window: int | None = None, cap: float = 0
     }
     tables = {"table_stride": 32, "group_at": 16}
     shape = {"num_heads": kv * group, "num_kv_heads": kv, "head_dim": dim, "scale": dim**-0.5}
-    return HeadLayout(**shape, window=window or 0, soft_cap=cap, **places, **tables)
+    return HeadLayout(**shape, window=window or 0, soft_cap=cap, **offsets, **tables)
 
 
 def attend(heads: HeadLayout, q: Any, keys: Any, values: Any, position: int) -> Any:
@@ -71,13 +71,13 @@ def test_attention_equals_its_twin(seed: int) -> None:
     large = attention.large_block(heads.group, heads.head_dim)
     tiling = Tiling(window, attention.rows_of(heads.group, block), 32 // heads.group or 1, piece=32)
     (items,) = divide(np.array(slices, np.int32), tiling, 10_000)
-    frame, places = [], []
+    frame, page_ids = [], []
     for part in (items.small, items.large, items.merges):
-        places += [len(frame), len(part)]
+        page_ids += [len(frame), len(part)]
         frame += part.reshape(-1).tolist()
     slots = int(items.merges[:, 2].sum())
     work = AttentionItems(
-        torch.tensor(places, dtype=torch.int32),
+        torch.tensor(page_ids, dtype=torch.int32),
         torch.tensor(frame, dtype=torch.int32),
         torch.from_numpy(tables),
         torch.zeros(max(1, slots), heads.num_heads, heads.head_dim),
@@ -103,8 +103,8 @@ def test_attention_equals_its_twin(seed: int) -> None:
                     stored = stored.reshape(heads.num_kv_heads, PAGE, heads.head_dim)
                     lines[kind, position] = stored[:, position % PAGE]
         for i in range(count):
-            own = q[first_row + i].reshape(heads.num_heads, -1).astype(np.float32)
-            expected = attend(heads, own, *lines, start + i)
+            queries = q[first_row + i].reshape(heads.num_heads, -1).astype(np.float32)
+            expected = attend(heads, queries, *lines, start + i)
             result = output[first_row + i].numpy()
             np.testing.assert_allclose(result, expected, rtol=5e-3, atol=5e-3)
 
@@ -115,11 +115,11 @@ def test_pieces_depend_on_the_context_alone() -> None:
         (alone,) = divide(np.array([[0, 1, position, 3]], np.int32), tiling, 10_000)
         slices = [[0, 1, 5, 0], [1, 40, 17, 2], [41, 1, position, 3], [42, 1, 99, 1]]
         (among,) = divide(np.array(slices, np.int32), tiling, 10_000)
-        own = among.small[among.small[:, 0] == 41]
-        np.testing.assert_array_equal(own[:, 4:6], alone.small[:, 4:6])
-        assert len(own) <= MAX_PIECES
-        assert own[0, 4] == 0
-        assert own[-1, 5] == position + 1
+        tiles = among.small[among.small[:, 0] == 41]
+        np.testing.assert_array_equal(tiles[:, 4:6], alone.small[:, 4:6])
+        assert len(tiles) <= MAX_PIECES
+        assert tiles[0, 4] == 0
+        assert tiles[-1, 5] == position + 1
 
 
 def test_tiles_of_long_contexts_come_first() -> None:
@@ -133,7 +133,7 @@ def test_tiles_of_long_contexts_come_first() -> None:
 def test_pieces_for_which_there_are_no_slots_come_in_another_pass() -> None:
     tiling = Tiling(None, 4, 32)
     slices = np.array([[0, 30, 0, 2], *([30 + i, 1, 1000 * i, i] for i in range(9))], np.int32)
-    (whole,) = divide(slices, tiling, 10_000)
+    (whole_division,) = divide(slices, tiling, 10_000)
     passes = divide(slices, tiling, 50)
     assert len(passes) > 2
     assert [len(part.large) for part in passes] == [1, *[0] * (len(passes) - 1)]
@@ -143,7 +143,14 @@ def test_pieces_for_which_there_are_no_slots_come_in_another_pass() -> None:
         np.testing.assert_array_equal(slots, np.arange(len(slots)))
     for name, columns in (("small", [0, 1, 2, 3, 4, 5, 7]), ("merges", [0, 2])):
         together = np.concatenate([getattr(part, name) for part in passes])
-        np.testing.assert_array_equal(together[:, columns], getattr(whole, name)[:, columns])
+        np.testing.assert_array_equal(
+            together[:, columns], getattr(whole_division, name)[:, columns]
+        )
+
+
+def normalized(heads: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Return heads (heads, dim) after an RMS norm of each."""
+    return heads / np.sqrt((heads**2).mean(1, keepdims=True) + 1e-5) * weight
 
 
 def rotated(x: Any, turn: Any, position: int, dim: int) -> Any:
@@ -154,8 +161,8 @@ def rotated(x: Any, turn: Any, position: int, dim: int) -> Any:
         if turn.is_interleaved
         else (slice(0, pairs), slice(pairs, 2 * pairs))
     )
-    one, two = x[:, first].copy(), x[:, second].copy()
-    x[:, first], x[:, second] = one * cosine - two * sine, one * sine + two * cosine
+    left, right = x[:, first].copy(), x[:, second].copy()
+    x[:, first], x[:, second] = left * cosine - right * sine, left * sine + right * cosine
     return x
 
 
@@ -167,14 +174,14 @@ def test_keys_and_values_are_turned_and_stored(seed: int) -> None:
     rows, parts = (70 if seed == 5 else 3), 1 + seed % 2
     width = dim * sum(counts)
     product = rng.standard_normal((parts, rows, width), np.float32)
-    whole = Parts(torch.from_numpy(product), width, width, parts, rows * width)
+    whole_product = Parts(torch.from_numpy(product), width, width, parts, rows * width)
     biases = [rng.standard_normal(dim * count).astype(np.float32) for count in counts]
     weights = [rng.standard_normal(dim).astype(np.float32) for _ in range(2)]
     sources, at = [], 0
     for i, count in enumerate(counts):
         norm = Norm(torch.from_numpy(weights[i]), 1e-5) if i < 2 and seed % 3 == 0 else None
         bias = torch.from_numpy(biases[i]) if seed % 2 else None
-        sources.append(rope.HeadSource(whole.columns(at, dim * count), bias, norm))
+        sources.append(rope.HeadSource(whole_product.columns(at, dim * count), bias, norm))
         at += dim * count
     pairs = dim // 2 if seed % 3 else dim // 4
     turn = rope.Rotation(torch.randn(250, 2, pairs), pairs, bool(seed & 2))
@@ -191,25 +198,24 @@ def test_keys_and_values_are_turned_and_stored(seed: int) -> None:
         np.array([rows + 1], np.int32),
         tables,
     )
-    places = rope.SlotMapping(*map(torch.from_numpy, arrays))
+    slots = rope.SlotMapping(*map(torch.from_numpy, arrays))
     header = torch.tensor([rows], dtype=torch.int32)
-    given = (sources[0], sources[1], sources[2])
-    rope.launch(interpreted(), header, rows, places, given, (turn, turn), heads, cache, output)
+    head_sources = (sources[0], sources[1], sources[2])
+    rope.launch(
+        interpreted(), header, rows, slots, head_sources, (turn, turn), heads, cache, output
+    )
     for row in range(rows):
         x = product[:, row].sum(0) + (np.concatenate(biases) if seed % 2 else 0)
-        found, at = [], 0
-        for i, count in enumerate(counts):
-            own = x[at : at + dim * count].reshape(count, dim)
-            at += dim * count
-            if i < 2 and seed % 3 == 0:
-                own = own / np.sqrt((own**2).mean(1, keepdims=True) + 1e-5) * weights[i]
-            found.append(rotated(own, turn, positions[row], dim) if i < 2 else own)
-        np.testing.assert_allclose(output[row].numpy(), found[0].reshape(-1), rtol=1e-4, atol=1e-4)
+        queries, keys, values = np.split(x.reshape(-1, dim), np.cumsum(counts[:2]))
+        if seed % 3 == 0:
+            queries, keys = normalized(queries, weights[0]), normalized(keys, weights[1])
+        queries, keys = (rotated(x, turn, positions[row], dim) for x in (queries, keys))
+        np.testing.assert_allclose(output[row].numpy(), queries.reshape(-1), rtol=1e-4, atol=1e-4)
         stored_in = [row, rows + 1] if row == 1 else [row]
         for table in stored_in:
             page = cache[tables[table, 16 + positions[row] // PAGE]].numpy()
-            for own, place in zip(found[1:], (heads.keys_at, heads.values_at), strict=True):
-                stored = page[place:][: own.size * PAGE].reshape(-1, PAGE, dim)
+            for head_values, offset in ((keys, heads.keys_at), (values, heads.values_at)):
+                stored = page[offset:][: head_values.size * PAGE].reshape(-1, PAGE, dim)
                 np.testing.assert_allclose(
-                    stored[:, positions[row] % PAGE], own, rtol=2e-3, atol=2e-3
+                    stored[:, positions[row] % PAGE], head_values, rtol=2e-3, atol=2e-3
                 )

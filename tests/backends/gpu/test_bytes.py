@@ -46,14 +46,14 @@ def hadamard(dim: int) -> Any:
 def rounded(heads: Any, kv_format: str) -> Any:
     """Return heads (..., dim) rounded to a KV format: codes times scales."""
     heads = np.clip(heads, -65504, 65504)
-    most = 127 if kv_format == "int8" else 448
-    scale = (np.abs(heads).max(-1, keepdims=True) / most).astype(np.float16).astype(np.float32)
-    exact = np.clip(heads / np.where(scale == 0, 1, scale), -most, most)
+    max_code = 127 if kv_format == "int8" else 448
+    scale = (np.abs(heads).max(-1, keepdims=True) / max_code).astype(np.float16).astype(np.float32)
+    exact = np.clip(heads / np.where(scale == 0, 1, scale), -max_code, max_code)
     if kv_format == "int8":
         return np.round(exact) * scale
-    known = np.sort(E4M3[np.isfinite(E4M3)])
-    after = np.clip(np.searchsorted(known, exact), 1, len(known) - 1)
-    low, high = known[after - 1], known[after]
+    code_values = np.sort(E4M3[np.isfinite(E4M3)])
+    after = np.clip(np.searchsorted(code_values, exact), 1, len(code_values) - 1)
+    low, high = code_values[after - 1], code_values[after]
     return np.where(exact - low < high - exact, low, high) * scale
 
 
@@ -70,20 +70,20 @@ def stored(
     return result / factor + mean, rounded(values, "int8")
 
 
-def read(page: Any, heads: Any, place: int) -> list[Any]:
+def read(page: Any, heads: Any, offset: int) -> list[Any]:
     """Return a token's keys and values (kv_heads, dim) in a page: codes times scales.
 
-    `place` is the token's offset in the page.
+    `offset` is the token's offset in the page.
     """
-    found, size = [], heads.num_kv_heads * heads.page_size
+    heads_read, size = [], heads.num_kv_heads * heads.page_size
     shape = heads.num_kv_heads, heads.page_size, -1
     for kind, start in enumerate((heads.keys_at, heads.values_at)):
-        codes = page[start : start + size * heads.head_dim].numpy().reshape(shape)[:, place]
+        codes = page[start : start + size * heads.head_dim].numpy().reshape(shape)[:, offset]
         first = heads.scales_at + kind * size
-        scales = page.view(torch.float16)[first : first + size].numpy().reshape(shape)[:, place]
+        scales = page.view(torch.float16)[first : first + size].numpy().reshape(shape)[:, offset]
         numbers = E4M3[codes] if heads.kv_format == "fp8" else codes.astype(np.float32)
-        found.append(numbers * scales.astype(np.float32))
-    return found
+        heads_read.append(numbers * scales.astype(np.float32))
+    return heads_read
 
 
 @pytest.mark.parametrize("kv_format", ["int8", "fp8"])
@@ -130,8 +130,8 @@ def test_heads_are_stored_with_a_scale_each(kv_format: str, dim: int) -> None:
     for row, table in ((0, 0), (1, 0), (1, 1), (2, 0), (3, 0), (4, 0)):
         page = pages.memory.view(8, -1)[tables[table, positions[row] // page_size]]
         result = read(page, shape, positions[row] % page_size)
-        own = product[row].reshape(-1, dim)[heads:].reshape(2, kv_heads, dim)
-        keys, values = stored(own[0], own[1], kv_format, mean, factor)
+        row_heads = product[row].reshape(-1, dim)[heads:].reshape(2, kv_heads, dim)
+        keys, values = stored(row_heads[0], row_heads[1], kv_format, mean, factor)
         if kv_format == "int8":
             width = dim & -dim
             result[0] = result[0] @ hadamard(dim).astype(np.float32) * np.sqrt(width)
@@ -167,10 +167,10 @@ def test_logits_are_those_of_a_reference_that_rounds(
             dim = layers[layer].head_dim
             heads = [x.reshape(len(x), -1, dim) for x in (k, v)]
             mean, factor, _ = balanced[layer].reshape(3, -1, dim) if is_int8 else (0, 1, 1)
-            own = stored(*heads, kv_format, mean, factor)
+            stored_heads = stored(*heads, kv_format, mean, factor)
             if layers[layer].values_are_keys:
-                own = own[0], own[0]
-            super().store(span, layer, at, *(x.reshape(len(k), -1) for x in own))
+                stored_heads = stored_heads[0], stored_heads[0]
+            super().store(span, layer, at, *(x.reshape(len(k), -1) for x in stored_heads))
 
     exact = ReferenceBackend(program, tensors, 1, 16).score(TOKENS)
     monkeypatch.setattr(backend, "PagedCache", Rounding)

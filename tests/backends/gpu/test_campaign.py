@@ -53,14 +53,14 @@ class Started:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, num_refused: int = 0) -> None:
         self.rooms: list[int] = []
-        made, num_left = module.GpuBackend, [num_refused]
+        backend_class, num_left = module.GpuBackend, [num_refused]
 
         def make(*args: Any, **options: Any) -> Any:
             self.rooms.append(args[2])
             num_left[0] -= 1
             if num_left[0] >= 0:
                 raise MemoryLimitError("too little")
-            return made(*args, **options)
+            return backend_class(*args, **options)
 
         monkeypatch.setattr(module, "GpuBackend", make)
 
@@ -140,7 +140,7 @@ def test_a_part_that_fails_does_not_end_the_campaign(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a kernel's fault the campaign needs a new process, and does not repeat the part."""
-    out, began = tmp_path / "out.json", list[list[str]]()
+    out, commands = tmp_path / "out.json", list[list[str]]()
 
     def fail(kind: type[Exception]) -> None:
         def check() -> dict[str, Any]:
@@ -159,14 +159,14 @@ def test_a_part_that_fails_does_not_end_the_campaign(
     monkeypatch.setattr(gpu, "_is_alive", lambda: False)
 
     def replaced(_: str, words: list[str]) -> None:
-        began.append(words)
+        commands.append(words)
         raise SystemExit
 
     monkeypatch.setattr(gpu.os, "execv", replaced)
     with pytest.raises(SystemExit):
         run(monkeypatch, out, "--row", "right", "--minutes", "5")
-    assert began[0][-1] == "--continue"
-    assert 4 < float(began[0][-2]) <= 5
+    assert commands[0][-1] == "--continue"
+    assert 4 < float(commands[0][-2]) <= 5
     out.write_text(json.dumps({"rows": {}, "running": "few"}))
     result = run(monkeypatch, out, "--continue", "--row", "few")["rows"]
     assert result["few"] == {"failed": "It did not end."}

@@ -57,8 +57,8 @@ def gpu_backend(program: Any, tensors: Any, num_pages: int, **options: Any) -> G
 def engine(tiny: str, backend: str, num_tokens: int = 256, **options: Any) -> LLM:
     batch = BatchOptions(token_budget=options.pop("token_budget", 24), max_running=16)
     parts = {"speculation": SpeculationOptions(method="off"), **options}
-    kept = CacheOptions(context_length=64, memory_bytes=num_tokens * 2 * 2 * 2 * 16)
-    return LLM(tiny, options=EngineOptions(ComputeOptions(backend), kept, batch, **parts))
+    cache_options = CacheOptions(context_length=64, memory_bytes=num_tokens * 2 * 2 * 2 * 16)
+    return LLM(tiny, options=EngineOptions(ComputeOptions(backend), cache_options, batch, **parts))
 
 
 def test_greedy_answers_and_log_probabilities_are_the_cpu_backends(tiny: str) -> None:
@@ -66,11 +66,11 @@ def test_greedy_answers_and_log_probabilities_are_the_cpu_backends(tiny: str) ->
     answers = []
     for backend in ("cpu", "gpu"):
         with engine(tiny, backend) as llm:
-            answers.append([one for (one,) in llm.generate(PROMPTS, params)])
+            answers.append([completion for (completion,) in llm.generate(PROMPTS, params)])
     for right, ours in zip(*answers, strict=True):
         assert ours.text == right.text
-        for theirs, own in zip(right.logprobs, ours.logprobs, strict=True):
-            assert own.logprob == pytest.approx(theirs.logprob, abs=0.02)
+        for theirs, our_token in zip(right.logprobs, ours.logprobs, strict=True):
+            assert our_token.logprob == pytest.approx(theirs.logprob, abs=0.02)
 
 
 @pytest.mark.parametrize(
@@ -94,11 +94,11 @@ def test_families_answer_as_on_the_cpu(family: str, sizes: dict[str, Any], tmp_p
     answers = []
     for backend in ("cpu", "gpu"):
         with engine(str(path), backend, 2048) as llm:
-            answers.append([one for (one,) in llm.generate(PROMPTS[:1], params)])
+            answers.append([completion for (completion,) in llm.generate(PROMPTS[:1], params)])
     for right, ours in zip(*answers, strict=True):
         assert ours.text == right.text
-        for theirs, own in zip(right.logprobs, ours.logprobs, strict=True):
-            assert own.logprob == pytest.approx(theirs.logprob, abs=0.02)
+        for theirs, our_token in zip(right.logprobs, ours.logprobs, strict=True):
+            assert our_token.logprob == pytest.approx(theirs.logprob, abs=0.02)
 
 
 def test_what_the_backend_cannot_do_is_said_in_a_sentence(
@@ -172,16 +172,16 @@ def test_requests_together_are_answered_as_each_alone(windows: tuple[int | None,
         ReferenceBackend(*model, 64, 16), crowded.alone(64), [fresh(r) for r in requests], 100
     )
     ours = gpu_backend(*model, num_pages=9)
-    again = [fresh(request) for request in requests]
-    answers, num_preemptions = run_schedule(ours, crowded, again, 100, expected)
+    copies = [fresh(request) for request in requests]
+    answers, num_preemptions = run_schedule(ours, crowded, copies, 100, expected)
     assert num_preemptions
-    assert sum(request.num_drafted for request in again) > 50
+    assert sum(request.num_drafted for request in copies) > 50
     same = [name for name in expected if answers[name][0] == expected[name][0]]
     assert len(same) >= len(expected) - 1  # a tie may turn
     for name in same:
-        for right, found in zip(expected[name][1], answers[name][1], strict=True):
+        for right, our_logprob in zip(expected[name][1], answers[name][1], strict=True):
             if right is not None:
-                assert found.logprob == pytest.approx(right.logprob, abs=2e-3)
+                assert our_logprob.logprob == pytest.approx(right.logprob, abs=2e-3)
 
 
 def test_tokens_are_drawn_on_the_device() -> None:
@@ -196,11 +196,11 @@ def test_tokens_are_drawn_on_the_device() -> None:
     answers, _ = run_schedule(ours, setting, [fresh(r) for r in requests], 100)
     for name, (tokens, reports) in expected.items():
         assert answers[name][0] == tokens
-        for right, found in zip(reports, answers[name][1], strict=True):
-            assert (right is None) == (found is None)
+        for right, our_report in zip(reports, answers[name][1], strict=True):
+            assert (right is None) == (our_report is None)
             if right is not None:
-                assert found.top_ids == right.top_ids
-                assert found.logprob == pytest.approx(right.logprob, abs=2e-3)
+                assert our_report.top_ids == right.top_ids
+                assert our_report.logprob == pytest.approx(right.logprob, abs=2e-3)
 
 
 def test_embeddings_scores_and_constraints_are_the_cpu_backends(tiny: str) -> None:
@@ -219,25 +219,25 @@ def test_embeddings_scores_and_constraints_are_the_cpu_backends(tiny: str) -> No
     np.testing.assert_allclose(ours, right, atol=5e-3)
     assert own_text == text
     assert re.fullmatch("(yes|no) [0-9]{3}", own_text)
-    for expected, own in zip(scores[1:], own_scores[1:], strict=True):
-        assert own.logprob == pytest.approx(expected.logprob, abs=0.02)
+    for expected, our_token in zip(scores[1:], own_scores[1:], strict=True):
+        assert our_token.logprob == pytest.approx(expected.logprob, abs=0.02)
 
 
 def test_a_gpu_is_mentioned_and_used_only_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     from twostroke.backends.create import check_backend
     from twostroke.backends.gpu import device
 
-    said: list[str] = []
+    messages: list[str] = []
     llama, wide = PROGRAMS["biases"], program_of_layers([None], head_dim=1024)
     on_gpu = EngineOptions(ComputeOptions("gpu"))
-    check_backend(EngineOptions(), llama, said.append)
-    check_backend(on_gpu, llama, said.append)
-    assert not said
+    check_backend(EngineOptions(), llama, messages.append)
+    check_backend(on_gpu, llama, messages.append)
+    assert not messages
     monkeypatch.setattr(device, "may_exist", lambda: True)
-    check_backend(EngineOptions(), llama, said.append)
-    assert "--backend gpu" in said[0]
+    check_backend(EngineOptions(), llama, messages.append)
+    assert "--backend gpu" in messages[0]
     with pytest.raises(BackendError, match="heads of up to 512 values"):
-        check_backend(on_gpu, wide, said.append)
+        check_backend(on_gpu, wide, messages.append)
 
 
 def test_too_little_memory_says_what_fits(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,6 +329,6 @@ def test_variants_of_compiled_kernels_are_counted_once() -> None:
     for kernel, count in ((plain, 2), (changing, 1)):
         kernels = Kernels(only_notes=True)
         for number in (1, 2, 2):
-            given = (torch.zeros(4),) * 4 + (number,)
-            kernels.start(Launch(kernel, (1,), given, {"OVERLAPS": False}))
+            arguments = (torch.zeros(4),) * 4 + (number,)
+            kernels.start(Launch(kernel, (1,), arguments, {"OVERLAPS": False}))
         assert len(kernels) == count

@@ -33,16 +33,24 @@ def header(num_rows: int) -> torch.Tensor:
     return torch.tensor([num_rows, 0, 0, 0], dtype=torch.int32)
 
 
-def routes_of(scores, num_used: int, *, more: int = 0, least: int = 8, normalize=False, bias=None):
-    """Return the routes of rows with these scores, in a bucket with `more` unused rows."""
+def routes_of(
+    scores,
+    num_used: int,
+    *,
+    num_unused_rows: int = 0,
+    min_rows: int = 8,
+    normalize=False,
+    bias=None,
+):
+    """Return the routes of rows with these scores, in a bucket with some unused rows."""
     rows, experts = scores.shape
-    bucket = rows + more
+    bucket = rows + num_unused_rows
     memory = torch.full((bucket * route_ints(num_used),), -99, dtype=torch.int32)
-    routes = routing.divide_memory(memory, bucket, experts, num_used, (least, 64))
-    given = np.zeros((2, bucket, experts + 8), np.float32)  # in two parts
-    given[0, :rows, 8:] = np.where(np.isinf(scores), scores, 0)
-    given[1, :rows, 8:] = np.where(np.isinf(scores), 0, scores)
-    parts = Parts(torch.from_numpy(given), experts + 8, experts + 8, 2, given[0].size)
+    routes = routing.divide_memory(memory, bucket, experts, num_used, (min_rows, 64))
+    score_parts = np.zeros((2, bucket, experts + 8), np.float32)  # in two parts
+    score_parts[0, :rows, 8:] = np.where(np.isinf(scores), scores, 0)
+    score_parts[1, :rows, 8:] = np.where(np.isinf(scores), 0, scores)
+    parts = Parts(torch.from_numpy(score_parts), experts + 8, experts + 8, 2, score_parts[0].size)
     bias = None if bias is None else torch.from_numpy(bias)
     columns = parts.columns(8, experts)
     gpu = interpreted()
@@ -61,24 +69,26 @@ def test_rows_choose_as_in_the_reference_and_stand_in_the_order_of_experts(seed:
     scores[0, 0] = -0.0
     scores[-1, -1] = -np.inf
     bias = rng.integers(-1, 2, experts).astype(np.float32) if seed % 2 else None
-    result = routes_of(scores, used, more=seed, normalize=seed > 2, bias=bias)
+    result = routes_of(scores, used, num_unused_rows=seed, normalize=seed > 2, bias=bias)
     if bias is not None:
         scores += bias
-    chosen = choose_experts(scores, used)
-    np.testing.assert_array_equal(result.expert_ids[: rows * used].reshape(rows, used), chosen)
+    chosen_experts = choose_experts(scores, used)
+    np.testing.assert_array_equal(
+        result.expert_ids[: rows * used].reshape(rows, used), chosen_experts
+    )
     shares = np.exp(scores - scores.max(1, keepdims=True))
-    shares = np.take_along_axis(shares / shares.sum(1, keepdims=True), chosen, axis=1)
+    shares = np.take_along_axis(shares / shares.sum(1, keepdims=True), chosen_experts, axis=1)
     if seed > 2:
         shares /= shares.sum(1, keepdims=True)
     got = result.shares[: rows * used].reshape(rows, used)
     np.testing.assert_allclose(got, shares, rtol=1e-5, atol=1e-7)
-    order = np.argsort(chosen.reshape(-1), kind="stable")
+    order = np.argsort(chosen_experts.reshape(-1), kind="stable")
     np.testing.assert_array_equal(result.order[: rows * used], order)
     items = [
         (expert, int(first), min(result.block, int(count - done)))
-        for expert, count in enumerate(np.bincount(chosen.reshape(-1), minlength=experts))
+        for expert, count in enumerate(np.bincount(chosen_experts.reshape(-1), minlength=experts))
         for done in range(0, count, result.block)
-        for first in [(chosen < expert).sum() + done]
+        for first in [(chosen_experts < expert).sum() + done]
     ]
     assert result.header[:2].tolist() == [rows * used, len(items)]
     assert len(items) <= result.max_items
@@ -103,23 +113,26 @@ def test_products_of_pairs_are_those_of_their_experts(fmt: str, rows: int) -> No
     experts, used, width, depth = 5, 2, 70, 512
     scores = rng.standard_normal((rows, experts)).astype(np.float32)
     scores[:, 0] -= 9  # hardly used
-    chosen = grouped(4, 128, "f16", zero=True) if fmt == "zero points" else FORMATS[fmt]
+    number_format = grouped(4, 128, "f16", zero=True) if fmt == "zero points" else FORMATS[fmt]
     values = rng.standard_normal((experts, width, depth), np.float32)
-    tensors = [QuantTensor.from_floats(matrix, chosen) for matrix in values]
+    tensors = [QuantTensor.from_floats(matrix, number_format) for matrix in values]
     exact = np.stack([tensor.dequantize() for tensor in tensors])
-    gpu, routes = interpreted(), routes_of(scores, used, more=1, least=8 if fmt != "F16" else 16)
+    gpu, routes = (
+        interpreted(),
+        routes_of(scores, used, num_unused_rows=1, min_rows=8 if fmt != "F16" else 16),
+    )
     for lines, is_shared in ((used, False), (1, True)):
         x = rng.standard_normal((rows * used // lines, depth)).astype(np.float16)
         output = torch.zeros(((rows + 1) * used, width + 8))
-        given = Parts(output, width + 8, width + 8).columns(8, width)
+        output_parts = Parts(output, width + 8, width + 8).columns(8, width)
         way = routing.Grouped(routes, lines, is_shared)
         if fmt == "F16":
             stack = torch.from_numpy(values.astype(np.float16))
-            product.launch_grouped(gpu, torch.from_numpy(x), stack, given, way)
+            product.launch_grouped(gpu, torch.from_numpy(x), stack, output_parts, way)
         else:
             stack = pack_stack(tensors, experts, CPU)
             assert stack.num_bytes >= sum(tensor.num_bytes for tensor in tensors)
-            products_packed.launch_grouped(gpu, torch.from_numpy(x), stack, given, way)
+            products_packed.launch_grouped(gpu, torch.from_numpy(x), stack, output_parts, way)
         pairs = np.arange(rows * used)
         of_pair = exact[choose_experts(scores, used).reshape(-1)]
         expected = np.einsum("pwd,pd->pw", of_pair, x[pairs // lines].astype(np.float32))

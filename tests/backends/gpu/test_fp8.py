@@ -68,13 +68,13 @@ def test_many_rows_are_rounded_and_multiplied(group: int, depth: int) -> None:
     x[0] = 0
     x[2] *= np.float16(1e-3)
     output = torch.zeros((rows + 1, width + 8), dtype=torch.float16)
-    given = Parts(output, width + 8, width + 8).columns(8, width)
+    output_parts = Parts(output, width + 8, width + 8).columns(8, width)
     header = torch.tensor([rows, 0, 0, 0], dtype=torch.int32)
-    assert products_fp8.is_supported(gpu, rows, weight, given)
+    assert products_fp8.is_supported(gpu, rows, weight, output_parts)
     for layer in (gpu, replace(gpu, architecture=80), replace(gpu, same_tokens=True)):
-        assert products_fp8.is_supported(layer, rows, weight, given) == (layer is gpu)
+        assert products_fp8.is_supported(layer, rows, weight, output_parts) == (layer is gpu)
     ours = rounded_on_gpu(gpu, header, torch.from_numpy(x), weight.layout)
-    products_fp8.launch(gpu, header, rows + 1, ours, weight, given)
+    products_fp8.launch(gpu, header, rows + 1, ours, weight, output_parts)
     exact = rounded(x[:rows].astype(np.float32), group) @ tensor.dequantize().T
     np.testing.assert_allclose(output.numpy()[:rows, 8:], exact, rtol=2e-3, atol=2e-3)
     assert not output[rows].any()
@@ -105,19 +105,23 @@ def test_very_many_rows_are_multiplied_by_the_library(monkeypatch: pytest.Monkey
     shapes = [(weight.layout, weight.width, depth) for weight in weights]
     size = max(products_fp8.scratch_bytes(gpu, rows, shape) for shape in shapes)
     scratch = torch.full((size,), 0x7F, dtype=torch.uint8)
-    given = Parts(output, stride, stride)
-    products.multiply(gpu, header, rows, torch.from_numpy(x), weights, given, scratch=scratch)
+    output_parts = Parts(output, stride, stride)
+    products.multiply(
+        gpu, header, rows, torch.from_numpy(x), weights, output_parts, scratch=scratch
+    )
     assert len(calls) == 3
-    first, found = 0, output.numpy()
+    first, results = 0, output.numpy()
     is_finite = np.isfinite(x).all(axis=1)
     for tensor, width, group in zip(tensors, widths, groups, strict=True):
-        own = found[:, first : first + width]
+        columns = results[:, first : first + width]
         exact = rounded(x[is_finite].astype(np.float32), group) @ tensor.dequantize().T
-        np.testing.assert_allclose(own[is_finite], exact, rtol=2e-3, atol=2e-3)
+        np.testing.assert_allclose(columns[is_finite], exact, rtol=2e-3, atol=2e-3)
         if group == depth and not (width % 16 or first % 8):
-            assert not np.isfinite(own[~is_finite]).any()  # Triton's interpreter has no E4M3 NaN
+            assert not np.isfinite(
+                columns[~is_finite]
+            ).any()  # Triton's interpreter has no E4M3 NaN
         first += width
-    assert not found[:, first:].any()
+    assert not results[:, first:].any()
 
 
 def test_the_library_is_used_where_it_writes_rows_apart(monkeypatch: pytest.MonkeyPatch) -> None:

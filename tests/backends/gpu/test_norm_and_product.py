@@ -26,13 +26,13 @@ def test_a_norm_adds_parts_bias_and_post_norm_in_order(seed: int) -> None:
     bias, first, second = (rng.standard_normal(width, np.float32) for _ in range(3))
     stream = torch.from_numpy(residual.copy())
     output = torch.zeros((rows + 1, width), dtype=torch.float16)
-    given = Parts(torch.from_numpy(delta), width + 8, width + 8, parts, delta[0].size)
+    delta_parts = Parts(torch.from_numpy(delta), width + 8, width + 8, parts, delta[0].size)
     norm.launch(
         interpreted(),
         header(rows),
         rows + 1,
         residual=stream,
-        delta=given.columns(8, width),
+        delta=delta_parts.columns(8, width),
         bias=torch.from_numpy(bias) if seed % 2 else None,
         post=norm.Norm(torch.from_numpy(first), 1e-5) if seed > 1 else None,
         norm=norm.Norm(torch.from_numpy(second), 1e-6),
@@ -57,9 +57,9 @@ def test_a_product_sums_its_parts(seed: int) -> None:
     x = rng.standard_normal((rows, depth)).astype(np.float16)
     weight = rng.standard_normal((width, depth)).astype(np.float16)
     output = torch.zeros((parts, rows, width + 8))
-    given = Parts(output, width + 8, width + 8, parts, output[0].numel()).columns(8, width)
+    output_parts = Parts(output, width + 8, width + 8, parts, output[0].numel()).columns(8, width)
     tensors = torch.from_numpy(x), torch.from_numpy(weight)
-    product.launch(interpreted(), header(rows), rows, *tensors, given)
+    product.launch(interpreted(), header(rows), rows, *tensors, output_parts)
     expected = x.astype(np.float32) @ weight.T.astype(np.float32)
     np.testing.assert_allclose(output.sum(0).numpy()[:, 8:], expected, rtol=1e-3, atol=1e-2)
     assert not output[:, :, :8].any()
@@ -81,9 +81,17 @@ def test_a_sum_is_scaled_by_a_number_that_was_learnt() -> None:
 def test_a_norm_of_groups_takes_each_by_itself() -> None:
     rng = np.random.default_rng(2)
     x, weight = rng.standard_normal((2, 3, 4, 10), np.float32), rng.standard_normal(10, np.float32)
-    given = Parts(torch.from_numpy(x), 40, 40, 2, 120)  # in two parts
-    own, output = norm.Norm(torch.from_numpy(weight), 1e-5, groups=4), torch.zeros(3, 40)
-    norm.launch(interpreted(), header(3), 3, residual=None, delta=given, norm=own, output=output)
-    whole = x.sum(0)
-    expected = whole / np.sqrt((whole**2).mean(-1, keepdims=True) + 1e-5) * weight
+    delta_parts = Parts(torch.from_numpy(x), 40, 40, 2, 120)  # in two parts
+    group_norm, output = norm.Norm(torch.from_numpy(weight), 1e-5, groups=4), torch.zeros(3, 40)
+    norm.launch(
+        interpreted(),
+        header(3),
+        3,
+        residual=None,
+        delta=delta_parts,
+        norm=group_norm,
+        output=output,
+    )
+    sums = x.sum(0)
+    expected = sums / np.sqrt((sums**2).mean(-1, keepdims=True) + 1e-5) * weight
     np.testing.assert_allclose(output, expected.reshape(3, 40), rtol=1e-4, atol=1e-5)

@@ -57,12 +57,12 @@ def test_a_matrix_is_written_out_exactly(fmt) -> None:
 def test_rows_of_a_table_are_taken_exactly(fmt) -> None:
     depth = depth_of(fmt)
     tensor = random_matrix(np.random.default_rng(3), fmt, (70, depth))
-    chosen, results = torch.tensor([69, -2, 0, 5], dtype=torch.int32), torch.zeros((3, 8))
+    row_indices, results = torch.tensor([69, -2, 0, 5], dtype=torch.int32), torch.zeros((3, 8))
     results = results.int()
     results[1, 0] = 64  # what the last step drew
     output = torch.zeros((4, depth))
-    table, given = pack(tensor, CPU), {"factor": 2.0, "results": results}
-    take_packed.launch(interpreted(), header(3), 4, table, chosen, output, **given)
+    table, arguments = pack(tensor, CPU), {"factor": 2.0, "results": results}
+    take_packed.launch(interpreted(), header(3), 4, table, row_indices, output, **arguments)
     expected = 2 * tensor.dequantize()[[69, 64, 0]]
     np.testing.assert_allclose(output.numpy()[:3], expected, rtol=1e-6, atol=1e-6)
     assert not output[3].any()  # no row of the step
@@ -77,9 +77,11 @@ def test_products_of_few_and_of_more_rows(fmt) -> None:
     for rows, parts in ((3, 2), (9, 1), (20, 2), (70, 1), (130, 2)):
         x = rng.standard_normal((rows + 1, depth)).astype(np.float16)
         output = torch.zeros((parts, rows + 1, width + 8))
-        given = Parts(output, width + 8, width + 8, parts, output[0].numel()).columns(8, width)
+        output_parts = Parts(output, width + 8, width + 8, parts, output[0].numel()).columns(
+            8, width
+        )
         products_packed.launch(
-            interpreted(), header(rows), rows + 1, torch.from_numpy(x), weight, given
+            interpreted(), header(rows), rows + 1, torch.from_numpy(x), weight, output_parts
         )
         expected = x[:rows].astype(np.float32) @ tensor.dequantize().T
         got = output.sum(0).numpy()
@@ -109,10 +111,10 @@ def test_rows_that_repeat_without_memory_are_packed() -> None:
 @pytest.mark.parametrize("fmt", FORMS[3:7], ids=lambda fmt: fmt.name)
 def test_a_large_matrix_is_packed_in_parts(fmt, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = random_matrix(np.random.default_rng(4), fmt, (200, 512))
-    whole = pack(tensor, CPU)
+    packed_whole = pack(tensor, CPU)
     monkeypatch.setattr(packed, "_CODES_AT_ONCE", 70 * 512)
     parts = pack(tensor, CPU).pointers
-    for name, right in whole.pointers.items():
+    for name, right in packed_whole.pointers.items():
         result = parts[name]
         assert result.is_contiguous()
         assert result.shape == right.shape

@@ -36,18 +36,18 @@ def lookup(table: int, a, b, c):
     result = np.zeros_like(a)
     for index in range(8):
         if table >> index & 1:
-            chosen = (a if index & 4 else ~a) & (b if index & 2 else ~b)
-            result |= chosen & (c if index & 1 else ~c)
+            selected_bits = (a if index & 4 else ~a) & (b if index & 2 else ~b)
+            result |= selected_bits & (c if index & 1 else ~c)
     return result
 
 
-def permuted(word, places: int):
+def permuted(word, byte_indices: int):
     """Return the result of PTX's `prmt`: bytes of a word, chosen by four bits each; 4 gives 0."""
     result = np.zeros_like(word)
     for at in range(4):
-        place = places >> 4 * at & 15
-        if place < 4:
-            result |= (word >> np.uint32(8 * place) & np.uint32(255)) << np.uint32(8 * at)
+        byte_index = byte_indices >> 4 * at & 15
+        if byte_index < 4:
+            result |= (word >> np.uint32(8 * byte_index) & np.uint32(255)) << np.uint32(8 * at)
     return result
 
 
@@ -62,25 +62,25 @@ def execute(assembly: str, inputs: dict[str, np.ndarray], element: torch.dtype):
         if not line.strip() or line.strip().startswith(".reg"):
             continue
         name, rest = line.strip().split(" ", 1)
-        target, *given = (part.strip() for part in rest.split(","))
+        target, *operands = (part.strip() for part in rest.split(","))
         match name.split(".")[0]:
             case "mov":
-                result = value(given[0])
+                result = value(operands[0])
             case "shr":
-                result = value(given[0]) >> np.uint32(int(given[1]))
+                result = value(operands[0]) >> np.uint32(int(operands[1]))
             case "shl":
-                result = value(given[0]) << np.uint32(int(given[1]))
+                result = value(operands[0]) << np.uint32(int(operands[1]))
             case "and":
-                result = value(given[0]) & value(given[1])
+                result = value(operands[0]) & value(operands[1])
             case "xor":
-                result = value(given[0]) ^ value(given[1])
+                result = value(operands[0]) ^ value(operands[1])
             case "prmt":
-                assert given[1] == "0"
-                result = permuted(value(given[0]), int(given[2], 0))
+                assert operands[1] == "0"
+                result = permuted(value(operands[0]), int(operands[2], 0))
             case "lop3":
-                result = lookup(int(given[3], 0), *map(value, given[:3]))
+                result = lookup(int(operands[3], 0), *map(value, operands[:3]))
             case "fma":
-                a, b, c = (halves(value(part), element) for part in given)
+                a, b, c = (halves(value(part), element) for part in operands)
                 exact = torch.from_numpy(a * b + c).to(element)
                 assert (exact.double().numpy() == a * b + c).all()
                 low, high = exact.view(torch.int16).numpy().view(np.uint16).astype(np.uint32)
@@ -106,16 +106,16 @@ def planes_of(layout: PackedLayout, word, high, step: int):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.bits}{layout.scales}")
 def test_assembly_makes_the_codes(layout: PackedLayout, element: torch.dtype) -> None:
     rng = np.random.default_rng(layout.bits)
-    most = 256 if layout.bits == 5 else 1 << 16
-    words, high = (rng.integers(0, limit, (2, 500)) for limit in (1 << 16, most))
+    high_limit = 256 if layout.bits == 5 else 1 << 16
+    words, high = (rng.integers(0, limit, (2, 500)) for limit in (1 << 16, high_limit))
     pair = [(low | upper << 16).astype(np.uint32) for low, upper in (words, high)]
     for is_centered in (True, False):
-        given = code_constants(listing([], 90, element), layout, is_centered=is_centered)
-        for step, assembly in enumerate(given["ASSEMBLY"]):
+        constants = code_constants(listing([], 90, element), layout, is_centered=is_centered)
+        for step, assembly in enumerate(constants["ASSEMBLY"]):
             assert not re.search(r"\$[6-9]", assembly)
             inputs = {f"${layout.planes + index}": value for index, value in enumerate(pair)}
             result = execute(assembly, inputs, element)
-            shift = 0 if layout.bits == 8 else given["SHIFT"]
+            shift = 0 if layout.bits == 8 else constants["SHIFT"]
             for plane, codes in enumerate(planes_of(layout, words, high, step)):
                 np.testing.assert_array_equal(halves(result[f"${plane}"], element), codes + shift)
 
@@ -123,23 +123,23 @@ def test_assembly_makes_the_codes(layout: PackedLayout, element: torch.dtype) ->
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.bits}{layout.scales}")
 def test_assembly_makes_the_codes_in_float32(layout: PackedLayout) -> None:
     rng = np.random.default_rng(layout.bits)
-    most = 256 if layout.bits == 5 else 1 << 16
-    words, high = (rng.integers(0, limit, (2, 500)) for limit in (1 << 16, most))
+    high_limit = 256 if layout.bits == 5 else 1 << 16
+    words, high = (rng.integers(0, limit, (2, 500)) for limit in (1 << 16, high_limit))
     pair = [(low | upper << 16).astype(np.uint32) for low, upper in (words, high)]
-    given = number_constants(listing([], 90), layout)
-    for index, assembly in enumerate(given["ASSEMBLY"]):
+    constants = number_constants(listing([], 90), layout)
+    for index, assembly in enumerate(constants["ASSEMBLY"]):
         result = execute(assembly, {"$2": pair[0], "$3": pair[1]}, torch.bfloat16)
         codes = [*planes_of(layout, words, high, index // layout.planes)][index % layout.planes]
         got = np.stack([result["$0"], result["$1"]]).view(np.float32)
-        np.testing.assert_array_equal(got, codes + given["SHIFT"] - layout.half)
+        np.testing.assert_array_equal(got, codes + constants["SHIFT"] - layout.half)
 
 
 def test_assembly_makes_the_numbers_of_matrices_in_float32() -> None:
     codes = np.random.default_rng(1).permutation(np.arange(256).repeat(4)).astype(np.uint8)
     codes = codes[np.isfinite(E4M3[codes])].reshape(-1, 4)  # two words of two planes
-    given = number_constants(listing([], 90), PackedLayout(8, 128, table="e4m3"))
-    assert given["SHIFT"] == 0
-    for index, assembly in enumerate(given["ASSEMBLY"]):
+    constants = number_constants(listing([], 90), PackedLayout(8, 128, table="e4m3"))
+    assert constants["SHIFT"] == 0
+    for index, assembly in enumerate(constants["ASSEMBLY"]):
         result = execute(assembly, {"$2": codes.view(np.uint32)[:, 0]}, torch.bfloat16)
         got = np.stack([result["$0"], result["$1"]], 1).view(np.float32)
         np.testing.assert_array_equal(got, E4M3[codes[:, index % 2 :: 2]] / 256)

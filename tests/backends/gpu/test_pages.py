@@ -76,16 +76,16 @@ def test_an_engine_finds_the_pages_of_one_before_it(
     monkeypatch.setattr(paging.OffloadManager, "__init__", start_beside_slow_computing)
     path = write_tiny_gguf(tmp_path / "m.gguf", tiny_of(family))
     prompts = [[random.Random(1).randrange(3, 250) for _ in range(70)]]
-    kept = options(**ON_GPU, tiers=OffloadOptions(page_cache=str(tmp_path / "pages")))
-    with LLM(path, kept) as llm:
+    tier_options = options(**ON_GPU, tiers=OffloadOptions(page_cache=str(tmp_path / "pages")))
+    with LLM(path, tier_options) as llm:
         expected = answers(llm, prompts, GREEDY)
         assert answers(llm, prompts, GREEDY) == expected  # what is used twice is kept
         assert llm.engine.client.loop.pages.flush(20)
-    with LLM(path, kept) as llm:
+    with LLM(path, tier_options) as llm:
         assert answers(llm, prompts, GREEDY) == expected
         (tier,) = llm.engine.client.loop.pages.totals()
         assert tier.pages_read
-    with LLM(path, options(backend="gpu", tiers=kept.offload)) as llm:  # of another kind
+    with LLM(path, options(backend="gpu", tiers=tier_options.offload)) as llm:  # of another kind
         answers(llm, prompts, GREEDY)
         (tier,) = llm.engine.client.loop.pages.totals()
         assert not tier.pages_read
@@ -97,9 +97,9 @@ def test_a_prompt_that_another_engine_reads_has_the_same_tokens(
     monkeypatch.setenv("TWOSTROKE_PEER_SECRET", SECRET)
     start, lock = launch.start, threading.Lock()
 
-    def start_alone(one: launch.Launch) -> object:  # the interpreter is for one thread
+    def start_alone(kernel_launch: launch.Launch) -> object:  # the interpreter is for one thread
         with lock:
-            return start(one)
+            return start(kernel_launch)
 
     monkeypatch.setattr(launch, "start", start_alone)
     monkeypatch.setattr(peer, "STALL_TIMEOUT_S", 60.0)  # it is slow

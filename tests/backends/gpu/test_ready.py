@@ -19,10 +19,10 @@ ROOT = Path(__file__).parents[3]
 
 def printed(script: str, cache: Path) -> Any:
     """Return the output of a script with Triton's compiler and a driver that launches nothing."""
-    given = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    given |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": f"{ROOT}/src:{ROOT}/tests"}
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": f"{ROOT}/src:{ROOT}/tests"}
     command = [sys.executable, str(ROOT / "tests/gpu" / script)]
-    ran = subprocess.run(command, env=given, capture_output=True, text=True, check=False)
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout)
 

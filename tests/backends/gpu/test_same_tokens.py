@@ -72,11 +72,16 @@ def computed(backend: GpuBackend, steps: Sequence[tuple[int, int]], drafts: int 
     request, done = a_request("q", PAGES, num_groups), 0
     for number, (count, num_others) in enumerate(steps):
         others = [a_request(f"{i} {number}", [i], num_groups) for i in range(num_others)]
-        slices = [Slice(one, 0, 1 + i % 5, samples=True) for i, one in enumerate(others)]
-        own = Slice(request, done, count - drafts * (done + count == len(TOKENS)), samples=True)
+        slices = [
+            Slice(other_request, 0, 1 + i % 5, samples=True)
+            for i, other_request in enumerate(others)
+        ]
+        request_slice = Slice(
+            request, done, count - drafts * (done + count == len(TOKENS)), samples=True
+        )
         if done + count == len(TOKENS) and drafts:
-            own = replace_drafts(own, TOKENS[-drafts:])
-        plan = StepPlan((*slices, own))
+            request_slice = replace_drafts(request_slice, TOKENS[-drafts:])
+        plan = StepPlan((*slices, request_slice))
         backend.run(plan)
         done += count
     last = num_others + drafts
@@ -87,13 +92,13 @@ def computed(backend: GpuBackend, steps: Sequence[tuple[int, int]], drafts: int 
     return backend._plan.logits[last].clone(), pages[ids].clone()
 
 
-def replace_drafts(own: Slice, drafts: list[int]) -> Slice:
-    own.drafts = tuple(drafts)
-    return own
+def replace_drafts(slice_: Slice, drafts: list[int]) -> Slice:
+    slice_.drafts = tuple(drafts)
+    return slice_
 
 
-def is_same(right: Any, found: Any) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(right, found, strict=True))
+def is_same(right: Any, tested_arrays: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(right, tested_arrays, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -136,8 +141,10 @@ def check_rows(program: Program, fmt: str, kv_format: str = "f16") -> None:
     for steps in SHARED.values():
         assert is_same(computed(ours, steps), right)
     assert is_same(computed(ours, [(67, 0), (3, 1)], drafts=2), right)
-    whole = computed(other, [(len(TOKENS), 0)])
-    assert not is_same(computed(other, SHARED["chunks"]), whole), "the comparison finds nothing"
+    whole_rows = computed(other, [(len(TOKENS), 0)])
+    assert not is_same(computed(other, SHARED["chunks"]), whole_rows), (
+        "the comparison finds nothing"
+    )
 
 
 def test_requests_together_are_answered_as_each_alone() -> None:
@@ -152,10 +159,10 @@ def test_requests_together_are_answered_as_each_alone() -> None:
 
     alone = replace(crowded.alone(64), token_budget=64)
     right, _ = run_schedule(backend(64), alone, [fresh(r) for r in requests], 100)
-    again = [fresh(request) for request in requests]
-    ours, num_preemptions = run_schedule(backend(5), crowded, again, 100, right)
+    copies = [fresh(request) for request in requests]
+    ours, num_preemptions = run_schedule(backend(5), crowded, copies, 100, right)
     assert num_preemptions
-    assert sum(request.num_drafted for request in again) > 5
+    assert sum(request.num_drafted for request in copies) > 5
     assert ours == right
 
 

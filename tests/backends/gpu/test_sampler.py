@@ -21,12 +21,12 @@ from twostroke.core.step import NO_TOKEN  # noqa: E402
 
 def sample(rows, logits):
     """Run the kernels on `ROW`s and logits (rows, vocab_size)."""
-    given = sampling.sample_rows(rows, -(-logits.shape[1] // 32))
-    arrays = [torch.from_numpy(array) for array in (logits, given.rows, given.lists)]
+    sample_input = sampling.sample_rows(rows, -(-logits.shape[1] // 32))
+    arrays = [torch.from_numpy(array) for array in (logits, sample_input.rows, sample_input.lists)]
     results = torch.zeros((len(rows), sampling.RESULT_INTS), dtype=torch.int32)
     gpu = interpreted(torch.float32)
     sampler.launch(gpu, *arrays, results, torch.empty_like(arrays[0]))
-    if given.reports:
+    if sample_input.reports:
         sampler.report(gpu, arrays[0], arrays[1], results)
     return sampling.read_results(results.numpy(), rows["num_logprobs"].tolist())
 
@@ -50,8 +50,8 @@ def test_every_draw_is_that_of_the_definition(vocab_size: int, seed: int) -> Non
         if reported is not None and right_logprobs is not None:
             assert reported.top_ids == right_logprobs.top_ids
             results = [reported.logprob, *reported.top_logprobs]
-            known = [right_logprobs.logprob, *right_logprobs.top_logprobs]
-            np.testing.assert_allclose(results, known, rtol=1e-6, atol=1e-6)
+            expected_logprobs = [right_logprobs.logprob, *right_logprobs.top_logprobs]
+            np.testing.assert_allclose(results, expected_logprobs, rtol=1e-6, atol=1e-6)
 
 
 def test_a_given_token_is_reported_and_nothing_is_drawn() -> None:
@@ -63,12 +63,12 @@ def test_a_given_token_is_reported_and_nothing_is_drawn() -> None:
     table = RowTable()
     rows = table.rows([request] * 3).copy()
     rows["given"], rows["num_logprobs"] = [7, 80, 9], 4
-    tokens, found = sample(rows, logits)
+    tokens, reports = sample(rows, logits)
     assert tokens == [7, 80, NO_TOKEN]
     for index, token in enumerate((7, 80)):
-        right, reported = score(request, logits[index], token), found[index]
+        right, reported = score(request, logits[index], token), reports[index]
         assert right is not None
         assert reported is not None
         assert reported.top_ids == right.top_ids
         np.testing.assert_allclose(reported.logprob, right.logprob, rtol=1e-6)
-    assert found[2] is None
+    assert reports[2] is None

@@ -17,10 +17,10 @@ from twostroke.backends.gpu.kernels.token_blocks import add_block, empty_sums  #
 def _mixed(scores, values, scales, output, alone: tl.constexpr):
     rows, tokens, dims = tl.arange(0, 16), tl.arange(0, 32), tl.arange(0, 16)
     top, total, mixed, unit = empty_sums(16, 16)
-    own = tl.load(scores + tokens)[None, :] + tl.zeros((16, 32), tl.float32)
+    score_row = tl.load(scores + tokens)[None, :] + tl.zeros((16, 32), tl.float32)
     block = tl.load(values + tokens[:, None] * 16 + dims[None, :]), tl.load(scales + tokens)
     top, total, mixed, unit = add_block(
-        own, block[0], block[1], top, total, mixed, unit, 1.0, "int8", alone
+        score_row, block[0], block[1], top, total, mixed, unit, 1.0, "int8", alone
     )
     tl.store(output + rows[:, None] * 16 + dims[None, :], mixed * unit)
 
@@ -43,7 +43,7 @@ def test_an_unseen_tokens_scale_changes_nothing() -> None:
 
 def test_scales_of_shares_differ_by_what_float16_rounds() -> None:
     """Without `--same-tokens`, results differ a little, but are computed faster."""
-    near, far = mixed(0.01, alone=False), mixed(80.0, alone=False)
-    assert not torch.equal(near, far)
-    torch.testing.assert_close(near, far, rtol=1e-2, atol=1e-2)
-    torch.testing.assert_close(near, mixed(0.01, alone=True), rtol=1e-2, atol=1e-2)
+    close_mix, distant_mix = mixed(0.01, alone=False), mixed(80.0, alone=False)
+    assert not torch.equal(close_mix, distant_mix)
+    torch.testing.assert_close(close_mix, distant_mix, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(close_mix, mixed(0.01, alone=True), rtol=1e-2, atol=1e-2)

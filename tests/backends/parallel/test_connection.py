@@ -20,12 +20,12 @@ def test_a_rank_needs_the_secret_and_a_rank_0_that_listens(caplog):
         for _ in range(2):
             with pytest.raises(ConnectionLostError, match="has another secret"):
                 connect_to_rank0(address, b"another", RECEIVED_BY_RANKS, 5)
-        one = connect_to_rank0(address, b"secret", RECEIVED_BY_RANKS, 5)
-        with closing(one), closing(listener.accept(5)) as other:
-            one.send(RankReady(1, 2, 3))
+        first_end = connect_to_rank0(address, b"secret", RECEIVED_BY_RANKS, 5)
+        with closing(first_end), closing(listener.accept(5)) as other:
+            first_end.send(RankReady(1, 2, 3))
             assert other.receive(5) == RankReady(1, 2, 3)
             other.send_bytes(b"a step")
-            assert one.receive(5) == b"a step"
+            assert first_end.receive(5) == b"a step"
         reason = "A process at 127.0.0.1 was refused among the ranks: it does not know their secret"
         assert caplog.text.count(reason) == 1  # for both
     with pytest.raises(ConnectionLostError, match="Rank 0 does not answer"):

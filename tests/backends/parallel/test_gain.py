@@ -43,10 +43,10 @@ def divided(tmp_path, mesh, link=AT_ONCE, family="llama", num_layers=4) -> Divid
 
 
 def test_one_rank_takes_as_long_as_one_process(tmp_path):
-    one = divided(tmp_path, Mesh())
+    one_rank = divided(tmp_path, Mesh())
     for batch in (DECODE, PREFILL):
-        step = one.step(batch)
-        assert step.step_s == pytest.approx(one.step_s_on_one(batch, MACHINE), rel=1e-6)
+        step = one_rank.step(batch)
+        assert step.step_s == pytest.approx(one_rank.step_s_on_one(batch, MACHINE), rel=1e-6)
         assert step.bytes == (0,)
 
 
@@ -105,12 +105,12 @@ def test_waiting_is_told_from_moving(tmp_path):
 
 def test_ranks_wait_for_noise_late_starts_and_uneven_experts(tmp_path):
     two = divided(tmp_path, Mesh(column_parts=(1, 1)))
-    alike = two.step(DECODE)
+    even_step = two.step(DECODE)
     noisy = replace(two, link=replace(AT_ONCE, noise=0.1)).step(DECODE)
-    added_s = noisy.waiting_s[0] - alike.waiting_s[0]
-    assert added_s == pytest.approx(0.1 * max(alike.computing_s), rel=0.1)
-    late = replace(two, link=replace(AT_ONCE, start_s=1.0)).step(DECODE)
-    assert late.waiting_s[0] - alike.waiting_s[0] == pytest.approx(1.0)
+    added_s = noisy.waiting_s[0] - even_step.waiting_s[0]
+    assert added_s == pytest.approx(0.1 * max(even_step.computing_s), rel=0.1)
+    late_step = replace(two, link=replace(AT_ONCE, start_s=1.0)).step(DECODE)
+    assert late_step.waiting_s[0] - even_step.waiting_s[0] == pytest.approx(1.0)
     mixture = divided(tmp_path, Mesh(column_parts=(1, 1)), family="mixtral")
     few, many = (mixture.collective_shares(BatchShape.decode((8,) * n)) for n in (2, 64))
     assert few.waiting > 2 * many.waiting > 0
@@ -119,13 +119,13 @@ def test_ranks_wait_for_noise_late_starts_and_uneven_experts(tmp_path):
 def test_rates_are_those_of_a_rank(tmp_path):
     """Twice as slow attention is waited for twice as long, and nothing else changes."""
     two = divided(tmp_path, Mesh(column_parts=(1, 1)))
-    own, limits = two.cost.part(two.parts[0]), two.limits[0]
+    part_cost, limits = two.cost.part(two.parts[0]), two.limits[0]
     timed = []
     for op in two.parts[0].program.ops:
-        cost = own.operation(op, PREFILL)
+        cost = part_cost.operation(op, PREFILL)
         seconds = cost.bytes / limits.bandwidth + cost.flops / limits.peak
         timed.append(((op,), seconds * (2 if op.label == "attention" else 1)))
-    rated = replace(two, rates=rates_of(timed, own, limits, PREFILL))
+    rated = replace(two, rates=rates_of(timed, part_cost, limits, PREFILL))
     attention_s = sum(s / 2 for (op,), s in timed if op.label == "attention")
     before, after = two.step(PREFILL).computing_s[0], rated.step(PREFILL).computing_s[0]
     assert after - before == pytest.approx(attention_s)

@@ -41,23 +41,25 @@ def connect(ranks):
     return connect_to_rank0(("127.0.0.1", ranks.port), b"", RECEIVED_BY_RANKS, 5)
 
 
-def given(monkeypatch, **variables):
+def set_variables(monkeypatch, **variables):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 
 
 def test_variables_of_launchers_are_read(monkeypatch):
     assert read_launcher_env() is None
-    given(monkeypatch, SLURM_PROCID="0", SLURM_NTASKS="2")  # in a batch script, without srun
+    set_variables(
+        monkeypatch, SLURM_PROCID="0", SLURM_NTASKS="2"
+    )  # in a batch script, without srun
     assert read_launcher_env() is None
-    given(monkeypatch, SLURM_STEP_ID="0", SLURM_PROCID="1", MASTER_ADDR="10.0.0.1")
+    set_variables(monkeypatch, SLURM_STEP_ID="0", SLURM_PROCID="1", MASTER_ADDR="10.0.0.1")
     assert read_launcher_env() == LauncherEnv(1, 2, "10.0.0.1", 29500)
     monkeypatch.delenv("MASTER_ADDR")
-    given(monkeypatch, PMI_RANK="1", PMI_SIZE="2")
+    set_variables(monkeypatch, PMI_RANK="1", PMI_SIZE="2")
     assert read_launcher_env() == LauncherEnv(1, 2, None, 29500)
-    given(monkeypatch, RANK="2", WORLD_SIZE="4", MASTER_ADDR="10.0.0.1", MASTER_PORT="123")
+    set_variables(monkeypatch, RANK="2", WORLD_SIZE="4", MASTER_ADDR="10.0.0.1", MASTER_PORT="123")
     assert read_launcher_env() == LauncherEnv(2, 4, "10.0.0.1", 123)
-    given(monkeypatch, TORCHELASTIC_RUN_ID="x")  # torchrun has taken that port
+    set_variables(monkeypatch, TORCHELASTIC_RUN_ID="x")  # torchrun has taken that port
     assert read_launcher_env() == LauncherEnv(2, 4, "10.0.0.1", 124)
 
 
@@ -74,7 +76,7 @@ def test_variables_of_launchers_are_read(monkeypatch):
     ],
 )
 def test_wrong_variables_are_refused(monkeypatch, variables, reason):
-    given(monkeypatch, **variables)
+    set_variables(monkeypatch, **variables)
     with pytest.raises(UsageError, match=reason):
         assigned_rank(2)
 
@@ -86,12 +88,12 @@ def test_a_division_that_is_hardly_meant_so_gets_a_warning(monkeypatch):
         ({"RANK": "5"}, False),  # nobody needs it
         ({"RANK": "0", "WORLD_SIZE": "2"}, True),
     ):
-        given(monkeypatch, **variables)
+        set_variables(monkeypatch, **variables)
         assert ("add --tensor-parallel 2" in (division_warning(1) or "")) == warns
 
 
 def test_an_empty_secret_is_refused(monkeypatch):
-    given(monkeypatch, TWOSTROKE_RANK_SECRET=" ")
+    set_variables(monkeypatch, TWOSTROKE_RANK_SECRET=" ")
     with pytest.raises(UsageError, match="TWOSTROKE_RANK_SECRET is empty"):
         env.rank_secret()
 
@@ -162,7 +164,7 @@ def test_two_hosts_give_the_same_tokens_through_all_faults():
     command += ["--temperature", "0", "--max-tokens", "120", "--quiet"]
     alone = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     with namespaces.two_hosts(num_pairs=2) as hosts:
-        zero, one = ranks = [start(command, rank, hosts) for rank in (0, 1)]
+        zero, rank_one = ranks = [start(command, rank, hosts) for rank in (0, 1)]
         try:
             text = read(zero, 1)
             for pair, words in ((1, "Nothing arrives over the link"), (0, "Rank 1 ")):
@@ -170,12 +172,14 @@ def test_two_hosts_give_the_same_tokens_through_all_faults():
                 assert words in zero.stderr.readline()
                 hosts.mend(pair)
                 text += read(zero, 40)  # some of them were there before
-            lost = subprocess.run(["pgrep", "-P", str(one.pid)], capture_output=True, check=True)
+            lost = subprocess.run(
+                ["pgrep", "-P", str(rank_one.pid)], capture_output=True, check=True
+            )
             os.kill(int(lost.stdout), signal.SIGKILL)
             rest, errors = zero.communicate(timeout=TIMEOUT_S)
             assert "Rank 1 " in errors
             assert text + rest == alone, errors
-            assert one.wait(TIMEOUT_S) == 0
+            assert rank_one.wait(TIMEOUT_S) == 0
         finally:
             for rank in ranks:
                 rank.kill()
@@ -185,8 +189,8 @@ def test_two_hosts_give_the_same_tokens_through_all_faults():
 def read(process, count):
     """Returns at least `count` characters of what a process has written."""
     text = ""
-    while len(text) < count and (more := os.read(process.stdout.fileno(), 4096)):
-        text += more.decode()
+    while len(text) < count and (output := os.read(process.stdout.fileno(), 4096)):
+        text += output.decode()
     return text
 
 

@@ -66,7 +66,7 @@ def together(functions):
     return results
 
 
-def gather(link, team, own, sizes):
+def gather(link, team, rank_values, sizes):
     """Returns what the team's members have, in one array; None if the link broke."""
     record = link.record
     everything = np.zeros(sum(sizes), np.uint8)
@@ -74,7 +74,7 @@ def gather(link, team, own, sizes):
         record.context,
         (ctypes.c_int32 * len(team))(*team),
         len(team),
-        own.ctypes.data,
+        rank_values.ctypes.data,
         everything.ctypes.data,
         (ctypes.c_int64 * len(team))(*sizes),
     )
@@ -90,15 +90,15 @@ def test_values_of_all_sizes_arrive(kind):
         for team in ((0, 1, 2), (2, 0), (1, 2), (0, 1, 2)):
             for max_size in (1, 40, 9000, 300_000):
                 sizes = [int(size) for size in rng.integers(0, max_size + 1, len(team))]
-                own = [rng.integers(0, 256, size, np.uint8) for size in sizes]
+                rank_values = [rng.integers(0, 256, size, np.uint8) for size in sizes]
                 gathered = together(
                     [
-                        partial(gather, links[rank], team, own[i], sizes)
+                        partial(gather, links[rank], team, rank_values[i], sizes)
                         for i, rank in enumerate(team)
                     ]
                 )
                 for each in gathered:
-                    np.testing.assert_array_equal(each, np.concatenate(own))
+                    np.testing.assert_array_equal(each, np.concatenate(rank_values))
 
 
 @needs_link
@@ -144,15 +144,17 @@ def test_an_abort_while_ranks_connect_is_not_undone(kind, monkeypatch):
 @needs_link
 @pytest.mark.parametrize("kind", USABLE)
 def test_an_abort_ends_all_waits_and_ranks_can_join_again(kind):
-    own, sizes = np.ones(100, np.uint8), [100, 100, 100]
+    rank_values, sizes = np.ones(100, np.uint8), [100, 100, 100]
     with joined(kind, 3) as links:
         timer = threading.Timer(0.2, links[2].abort)  # which takes no part in the gather
         timer.start()
-        waits = [lambda link=link: gather(link, (0, 1, 2), own, sizes) for link in links[:2]]
+        waits = [
+            lambda link=link: gather(link, (0, 1, 2), rank_values, sizes) for link in links[:2]
+        ]
         assert together(waits) == [None, None]
-        assert gather(links[0], (0, 1), own, sizes[:2]) is None
+        assert gather(links[0], (0, 1), rank_values, sizes[:2]) is None
         join(links)
-        waits = [lambda link=link: gather(link, (0, 1, 2), own, sizes) for link in links]
+        waits = [lambda link=link: gather(link, (0, 1, 2), rank_values, sizes) for link in links]
         assert all(each.all() for each in together(waits))
 
 

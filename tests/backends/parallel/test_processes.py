@@ -127,7 +127,7 @@ def test_answers_of_recurrent_layers_are_those_of_one_process(tmp_path, degrees)
     with engine(path, kv_shares="heads", **degrees) as llm:  # prompts fill pages of 16 tokens
         count = ParallelOptions(**degrees).num_ranks
         assert len(llm.engine.facts.ranks) == count
-        again = [llm.generate([prompt], GREEDY)[0][0] for prompt in chats]
+        alone_answers = [llm.generate([prompt], GREEDY)[0][0] for prompt in chats]
         together = [answer for (answer,) in llm.generate(chats, GREEDY)]
     with engine(path, num_drafts=3, kv_shares="heads", **degrees) as llm:
         drafted = [
@@ -135,11 +135,11 @@ def test_answers_of_recurrent_layers_are_those_of_one_process(tmp_path, degrees)
             for prompt, answer in zip(chats, expected, strict=True)
         ]
         assert sum(llm.engine.client.loop.speculator.stats.proposed.values()) > 0
-    for answers in (again, together, drafted):
+    for answers in (alone_answers, together, drafted):
         for ours, theirs in zip(answers, expected, strict=True):
             assert ours.token_ids == theirs.token_ids
             assert ours.logprobs == theirs.logprobs
-    assert again[1].usage.cached_tokens > 0
+    assert alone_answers[1].usage.cached_tokens > 0
 
 
 def test_each_rank_keeps_to_its_own_cores_and_threads(path):
@@ -187,9 +187,9 @@ def test_ranks_that_die_or_freeze_are_replaced(path, monkeypatch):
             request.num_moves += 1  # as a preemption does
             assert backend.run(plan_of(request, 0, 3)).tokens == token
         wait_until(lambda: all(rank.collective_s > 0 for rank in backend.states()))
-        zero, one = backend.states()
-        assert (zero.num_restarts, one.num_restarts) == (0, 2)
-        assert (one.state, one.facts.coordinate.column_part) == ("ready", 1)
+        zero, rank_one = backend.states()
+        assert (zero.num_restarts, rank_one.num_restarts) == (0, 2)
+        assert (rank_one.state, rank_one.facts.coordinate.column_part) == ("ready", 1)
 
 
 def test_a_forked_process_does_not_end_the_ranks(path):

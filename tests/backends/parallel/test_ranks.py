@@ -30,13 +30,13 @@ class FakeRank:
 
     def __init__(self, rank, number, loads):
         ours, theirs = socket.socketpair()
-        self.connection, self.own = open_connection(ours), open_connection(theirs)
+        self.connection, self.rank_end = open_connection(ours), open_connection(theirs)
         self.beats, self.killed, self.received = True, False, []
         self.waits, self.progress = False, 0
         self.ends_after_s = 0.0
-        self.own.send(RankHello(rank, number, "here", 1, 10**9, 1))
+        self.rank_end.send(RankHello(rank, number, "here", 1, 10**9, 1))
         if loads:
-            self.own.send(RankReady(1, 2, 3))
+            self.rank_end.send(RankReady(1, 2, 3))
         self.thread = threading.Thread(target=self.live, daemon=True)
         self.thread.start()
 
@@ -44,14 +44,14 @@ class FakeRank:
         try:
             while True:
                 if self.beats:
-                    self.own.try_send(RankHeartbeat(self.waits, self.progress))
-                if message := self.own.receive(HEARTBEAT_INTERVAL_S / 4):
+                    self.rank_end.try_send(RankHeartbeat(self.waits, self.progress))
+                if message := self.rank_end.receive(HEARTBEAT_INTERVAL_S / 4):
                     self.received.append(message)
                     if isinstance(message, Reset) and self.beats:
-                        self.own.send(RankFailed("", "RanksLostError", lost=True))
-                        self.own.send(RankReady(1, 2, 3))
+                        self.rank_end.send(RankFailed("", "RanksLostError", lost=True))
+                        self.rank_end.send(RankReady(1, 2, 3))
         except ConnectionLostError:
-            self.own.close()
+            self.rank_end.close()
 
     def exit_reason(self):
         return None
@@ -117,7 +117,7 @@ def test_ranks_that_live_are_left_alone(group):
 def test_a_lost_rank_is_noticed_and_started_again(group, how):
     group.ranks.wait_until_ready()
     if how == "dead":
-        group.started[1].own.cut()
+        group.started[1].rank_end.cut()
     else:
         group.started[1].beats = False
     assert group.aborted.wait(5)
@@ -145,9 +145,9 @@ def test_a_rank_that_freezes_before_it_begins_again_is_noticed_as_soon(group):
 
 def test_a_link_that_moves_nothing_is_given_up_only_if_all_wait(group):
     group.ranks.wait_until_ready()
-    one, two = group.started
-    group.own_progress = one.progress = two.progress = 5
-    one.waits, two.waits = True, False  # it computes
+    rank_one, two = group.started
+    group.own_progress = rank_one.progress = two.progress = 5
+    rank_one.waits, two.waits = True, False  # it computes
     assert not group.aborted.wait(1.3)
     two.waits = True
     for progress in range(7, 27, 2):  # a large message is on its way
@@ -162,8 +162,8 @@ def test_a_link_that_moves_nothing_is_given_up_only_if_all_wait(group):
 
 def test_a_failure_is_told_with_its_rank_and_kind(group):
     group.ranks.wait_until_ready()
-    group.started[1].own.send(RankFailed("for us", "RanksLostError", lost=True))
-    group.started[0].own.send(RankFailed("No memory.", "MemoryLimitError"))
+    group.started[1].rank_end.send(RankFailed("for us", "RanksLostError", lost=True))
+    group.started[0].rank_end.send(RankFailed("No memory.", "MemoryLimitError"))
     error = group.ranks.cause(5)
     assert isinstance(error, MemoryLimitError)
     assert str(error) == "Rank 1: No memory."
@@ -176,8 +176,8 @@ def test_a_failure_is_told_with_its_rank_and_kind(group):
 def test_a_rank_that_cannot_load_says_why_before_it_ends(group):
     group.ranks.wait_until_ready()
     group.ranks.reset(Reset(""), {1})
-    group.started[0].own.send(RankFailed("Another file.", "BackendError"))
-    group.started[0].own.cut()
+    group.started[0].rank_end.send(RankFailed("Another file.", "BackendError"))
+    group.started[0].rank_end.cut()
     wait_until(lambda: group.ranks.lost)
     with pytest.raises(BackendError, match=r"Rank 1: Another file\."):
         group.ranks.wait_until_ready(5)
@@ -186,11 +186,11 @@ def test_a_rank_that_cannot_load_says_why_before_it_ends(group):
 def test_why_a_rank_that_ended_could_not_load_is_the_cause(group):
     group.ranks.wait_until_ready()
     group.ranks.reset(Reset(""), {1})
-    group.started[0].own.send(RankFailed("Another file.", "BackendError"))
-    group.started[0].own.cut()
+    group.started[0].rank_end.send(RankFailed("Another file.", "BackendError"))
+    group.started[0].rank_end.cut()
     wait_until(lambda: group.ranks.lost)
     assert str(group.ranks.cause(5)) == "Rank 1: Another file."
-    group.started[1].own.cut()
+    group.started[1].rank_end.cut()
     wait_until(lambda: len(group.ranks.lost) == 2)
     assert isinstance(group.ranks.cause(5), RanksLostError)
 
@@ -199,10 +199,10 @@ def test_ranks_that_have_not_loaded_are_started_again_with_a_lost_one(group):
     group.ranks.wait_until_ready()
     group.loads = False
     for number in (0, 1):
-        group.started[number].own.cut()
+        group.started[number].rank_end.cut()
         wait_until(lambda number=number: group.started[number].killed)
     assert group.ranks.restart() == [1, 2]
-    group.started[2].own.cut()
+    group.started[2].rank_end.cut()
     wait_until(lambda: group.ranks.lost)
     group.loads = True
     assert group.ranks.restart() == [1, 2]
@@ -212,7 +212,7 @@ def test_ranks_that_have_not_loaded_are_started_again_with_a_lost_one(group):
 def test_what_a_replaced_rank_did_is_no_fault_of_the_new_one(group):
     group.ranks.wait_until_ready()
     old = group.started[0]
-    old.own.cut()
+    old.rank_end.cut()
     wait_until(lambda: group.ranks.lost)
     assert group.ranks.restart() == [1]
     group.ranks._read_messages(1, old, 0.0)  # the thread looks at it late
@@ -223,7 +223,7 @@ def test_what_a_replaced_rank_did_is_no_fault_of_the_new_one(group):
 
 def test_a_rank_that_was_ended_by_ctrl_c_is_not_waited_for(group):
     group.ranks.wait_until_ready()
-    group.started[1].own.send(RankLeaves())
+    group.started[1].rank_end.send(RankLeaves())
     wait_until(lambda: group.ranks.lost)
     with pytest.raises(BackendError, match=r"Rank 2 was ended by Ctrl-C\. It is not started again"):
         group.ranks.restart()
@@ -243,7 +243,7 @@ def test_ranks_that_do_not_end_share_one_time_limit(group, monkeypatch):
 def test_nobody_waits_for_ranks_that_are_given_up(group):
     group.ranks.wait_until_ready()
     group.loads = False
-    group.started[0].own.cut()
+    group.started[0].rank_end.cut()
     wait_until(lambda: group.ranks.lost)
     group.ranks.restart()
     threading.Timer(0.2, group.ranks.give_up).start()
@@ -254,7 +254,7 @@ def test_nobody_waits_for_ranks_that_are_given_up(group):
 def test_a_restarted_rank_of_another_version_is_refused(group):
     group.ranks.wait_until_ready()
     group.version = "2"
-    group.started[0].own.cut()
+    group.started[0].rank_end.cut()
     wait_until(lambda: group.ranks.lost)
     with pytest.raises(BackendError, match="Rank 1 on here has twostroke 2"):
         group.ranks.restart()

@@ -56,7 +56,7 @@ def test_consecutive_draws_are_independent():
 
 
 @pytest.mark.parametrize(
-    ("asked", "done"),
+    ("tested_params", "done"),
     [
         (SamplingParams(temperature=0.85), SamplingParams()),
         (SamplingParams(temperature=0.5), SamplingParams(temperature=2.0)),
@@ -69,8 +69,8 @@ def test_consecutive_draws_are_independent():
         (SamplingParams(top_k=12, top_p=0.85), SamplingParams(top_k=12)),
     ],
 )
-def test_a_planted_fault_in_the_parameters_is_caught(asked, done):
-    assert deviate(draws(done), brute_force(asked, LOGITS)) > DIFFERS
+def test_a_planted_fault_in_the_parameters_is_caught(tested_params, done):
+    assert deviate(draws(done), brute_force(tested_params, LOGITS)) > DIFFERS
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,14 @@ import pytest
 
 from twostroke.backends.sampling.reference import philox4x32, random_bits
 
-ONES = 0xFFFFFFFF
+ALL_BITS = 0xFFFFFFFF
 
 
 @pytest.mark.parametrize(  # from the authors' Random123 distribution, kat_vectors
     ("counter", "key", "answer"),
     [
         ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-        ((ONES,) * 4, (ONES,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        ((ALL_BITS,) * 4, (ALL_BITS,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
         (
             (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
             (0xA4093822, 0x299F31D0),

@@ -43,9 +43,9 @@ def test_top_p_keeps_the_shortest_prefix_that_holds_its_share(logits, top_p, tem
 def test_min_p_keeps_what_reaches_its_share_of_the_likeliest(logits, min_p, temperature):
     ids, _ = distribution(SamplingParams(min_p=min_p, temperature=temperature), logits)
     p = brute_force(SamplingParams(temperature=temperature), logits)
-    kept = np.isin(np.arange(logits.size), ids)
-    assert (p[kept] >= (min_p - TOLERANCE) * p.max()).all()
-    assert (p[~kept] <= (min_p + TOLERANCE) * p.max()).all()
+    is_candidate = np.isin(np.arange(logits.size), ids)
+    assert (p[is_candidate] >= (min_p - TOLERANCE) * p.max()).all()
+    assert (p[~is_candidate] <= (min_p + TOLERANCE) * p.max()).all()
 
 
 @given(logits_of, st.integers(0, 50), shares, st.floats(0.0, 1.0), st.floats(0.05, 5.0))

@@ -26,7 +26,7 @@ def row(*logits: float):
     return np.array(logits, np.float32)
 
 
-def kept(params: SamplingParams, logits) -> list[int]:
+def candidate_ids(params: SamplingParams, logits) -> list[int]:
     return distribution(params, logits)[0].tolist()
 
 
@@ -116,42 +116,42 @@ def test_draw_leaves_the_logits_alone():
 
 
 def test_top_k_keeps_exactly_k_the_lower_ids_among_equals():
-    assert kept(SamplingParams(top_k=3), row(1, 2, 1, 1, 2)) == [0, 1, 4]
+    assert candidate_ids(SamplingParams(top_k=3), row(1, 2, 1, 1, 2)) == [0, 1, 4]
 
 
 def test_top_p_keeps_the_token_that_crosses_and_no_more():
     logits = np.log(row(0.1, 0.4, 0.2, 0.3))
-    assert kept(SamplingParams(top_p=0.39), logits) == [1]
-    assert kept(SamplingParams(top_p=0.41), logits) == [1, 3]
-    assert kept(SamplingParams(top_p=0.71), logits) == [1, 2, 3]
-    assert kept(SamplingParams(top_p=0.91), logits) == [0, 1, 2, 3]
+    assert candidate_ids(SamplingParams(top_p=0.39), logits) == [1]
+    assert candidate_ids(SamplingParams(top_p=0.41), logits) == [1, 3]
+    assert candidate_ids(SamplingParams(top_p=0.71), logits) == [1, 2, 3]
+    assert candidate_ids(SamplingParams(top_p=0.91), logits) == [0, 1, 2, 3]
 
 
 def test_top_p_of_equals_that_is_reached_exactly_keeps_no_more():
-    assert kept(SamplingParams(top_p=0.5), row(1, 1, 1, 1)) == [0, 1]
+    assert candidate_ids(SamplingParams(top_p=0.5), row(1, 1, 1, 1)) == [0, 1]
 
 
 def test_the_smallest_top_p_keeps_the_likeliest():
-    assert kept(SamplingParams(top_p=1e-300), row(1, 2, 2)) == [1]
+    assert candidate_ids(SamplingParams(top_p=1e-300), row(1, 2, 2)) == [1]
 
 
 def test_min_p_is_relative_to_the_likeliest():
     logits = np.log(row(0.05, 0.5, 0.2, 0.25))
-    assert kept(SamplingParams(min_p=0.45), logits) == [1, 3]
-    assert kept(SamplingParams(min_p=1.0), row(1, 1, 0.9)) == [0, 1]
+    assert candidate_ids(SamplingParams(min_p=0.45), logits) == [1, 3]
+    assert candidate_ids(SamplingParams(min_p=1.0), row(1, 1, 0.9)) == [0, 1]
 
 
 def test_top_p_counts_what_top_k_and_min_p_left():
     logits = np.log(row(0.4, 0.3, 0.2, 0.1))
-    assert kept(SamplingParams(top_p=0.55), logits) == [0, 1]
-    assert kept(SamplingParams(top_p=0.55, top_k=2), logits) == [0]
-    assert kept(SamplingParams(top_p=0.55, min_p=0.7), logits) == [0]
+    assert candidate_ids(SamplingParams(top_p=0.55), logits) == [0, 1]
+    assert candidate_ids(SamplingParams(top_p=0.55, top_k=2), logits) == [0]
+    assert candidate_ids(SamplingParams(top_p=0.55, min_p=0.7), logits) == [0]
 
 
 def test_temperature_comes_before_truncation():
     logits = np.log(row(0.6, 0.3, 0.1))
-    assert kept(SamplingParams(temperature=0.25, top_p=0.9), logits) == [0]
-    assert kept(SamplingParams(temperature=4.0, top_p=0.9), logits) == [0, 1, 2]
+    assert candidate_ids(SamplingParams(temperature=0.25, top_p=0.9), logits) == [0]
+    assert candidate_ids(SamplingParams(temperature=4.0, top_p=0.9), logits) == [0, 1, 2]
 
 
 # The draw
@@ -171,10 +171,10 @@ def test_a_draw_depends_on_seed_and_output_index_and_on_nothing_else():
 
 def test_a_tiny_temperature_draws_among_the_likeliest_alone():
     logits = row(1, 2, 2, math.nextafter(2, 1) - 1e-6)
-    drawn = {
+    drawn_tokens = {
         draw(make_request(SamplingParams(temperature=1e-40), seed=s), logits)[0] for s in range(40)
     }
-    assert drawn == {1, 2}
+    assert drawn_tokens == {1, 2}
 
 
 # Damaged and extreme logits
@@ -215,26 +215,26 @@ def test_logprobs_are_those_of_the_unmodified_distribution():
     params = SamplingParams(
         temperature=0.3, top_k=1, logit_bias={17: 100.0}, repetition_penalty=3.0, logprobs=4
     )
-    token, found = draw(make_request(params, prompt=range(100)), logits)
+    token, logprobs = draw(make_request(params, prompt=range(100)), logits)
     exact = logits.astype(float) - np.log(np.exp(logits.astype(float)).sum())
     assert token == 17
-    assert found is not None
-    assert found.logprob == pytest.approx(exact[17], abs=2e-6)
-    assert list(found.top_ids) == np.argsort(-exact)[:4].tolist()
-    np.testing.assert_allclose(found.top_logprobs, exact[list(found.top_ids)], atol=2e-6)
+    assert logprobs is not None
+    assert logprobs.logprob == pytest.approx(exact[17], abs=2e-6)
+    assert list(logprobs.top_ids) == np.argsort(-exact)[:4].tolist()
+    np.testing.assert_allclose(logprobs.top_logprobs, exact[list(logprobs.top_ids)], atol=2e-6)
 
 
 def test_logprobs_0_reports_the_token_alone():
-    _, found = draw(make_request(SamplingParams(temperature=0, logprobs=0)), row(0, 0))
-    assert found is not None
-    assert found.logprob == pytest.approx(math.log(0.5))
-    assert found.top_ids == found.top_logprobs == ()
+    _, logprobs = draw(make_request(SamplingParams(temperature=0, logprobs=0)), row(0, 0))
+    assert logprobs is not None
+    assert logprobs.logprob == pytest.approx(math.log(0.5))
+    assert logprobs.top_ids == logprobs.top_logprobs == ()
 
 
 def test_no_logprob_is_below_what_json_can_carry():
     params = SamplingParams(temperature=0, min_tokens=1, logprobs=2)
-    token, found = draw(make_request(params, end_ids=[0]), row(INF, 3))
+    token, logprobs = draw(make_request(params, end_ids=[0]), row(INF, 3))
     assert token == 1
-    assert found is not None
-    assert found.logprob == MIN_LOGPROB
-    assert found.top_logprobs == (0.0, MIN_LOGPROB)
+    assert logprobs is not None
+    assert logprobs.logprob == MIN_LOGPROB
+    assert logprobs.top_logprobs == (0.0, MIN_LOGPROB)

@@ -24,8 +24,8 @@ def render(name: str, *, opens: bool = True) -> str:
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_every_template_shows_all_texts_in_their_order(name: str) -> None:
     text = render(name)
-    places = [text.index(message["content"]) for message in MESSAGES]
-    assert places == sorted(places)
+    text_offsets = [text.index(message["content"]) for message in MESSAGES]
+    assert text_offsets == sorted(text_offsets)
     assert text.startswith(render(name, opens=False))
 
 

@@ -93,10 +93,10 @@ def read(
     edges = [0, *(cuts or []), len(text)]
     pieces = [piece for start, end in pairwise(edges) for piece in reader.feed(text[start:end])]
     pieces += reader.finish(**options)
-    said, calls = "", list[tuple[str, str]]()
+    text_before, calls = "", list[tuple[str, str]]()
     for piece in pieces:
         if isinstance(piece, TextPiece):
-            said += piece.text
+            text_before += piece.text
         elif isinstance(piece, CallBegin):
             assert piece.index == len(calls)
             calls.append((piece.name, ""))
@@ -106,8 +106,12 @@ def read(
             calls[-1] = (calls[-1][0], calls[-1][1] + piece.text)
     is_whole = reader.has_whole_calls
     if not is_whole:
-        return said, list(calls), is_whole
-    return said, [(function, json.loads(arguments)) for function, arguments in calls], is_whole
+        return text_before, list(calls), is_whole
+    return (
+        text_before,
+        [(function, json.loads(arguments)) for function, arguments in calls],
+        is_whole,
+    )
 
 
 def random_cuts(rng: random.Random, text: str) -> list[int]:
@@ -119,9 +123,9 @@ def random_cuts(rng: random.Random, text: str) -> list[int]:
 def test_grammars_allow_calls_that_fit_and_no_others(name: str, kind: int | None) -> None:
     form = FORMS[name]
     good = ("weather", json.dumps(ARGUMENTS))
-    least = ("weather", '{"city": "", "days": 1}')
+    least_call = ("weather", '{"city": "", "days": 1}')
     free = ("time", "{}")
-    one, two = form.write([good]), form.write([least, free])
+    one_call, two = form.write([good]), form.write([least_call, free])
     wrong = [
         form.write([("weather", '{"city": "x"}')]),  # a required argument is missing
         form.write([("weather", '{"city": "x", "days": "3 or 4"}')]),
@@ -131,20 +135,20 @@ def test_grammars_allow_calls_that_fit_and_no_others(name: str, kind: int | None
         form.write([("weather", '{"city": "x", "days": 1, "tags": [1]}')]),
         form.write([("rain", "{}")]),
         form.write([("time", '{"zone": 1}')]),
-        one[:-1],
+        one_call[:-1],
     ]
     for is_forced in (True, False):
         for is_parallel in (True, False):
-            asked = tool_form(
+            form_of_tools = tool_form(
                 name, SCHEMAS, is_forced=is_forced, is_parallel=is_parallel, kind=kind
             )
-            is_allowed = checker(asked)
-            assert is_allowed(one)
+            is_allowed = checker(form_of_tools)
+            assert is_allowed(one_call)
             assert is_allowed(two) is is_parallel
             for text in ("hello", "", "a {b} [c] <d>"):
                 assert is_allowed(text) is not is_forced
             mark = form.mark if form.is_bare else ""
-            assert is_allowed(f"Well.\n{mark}{one}") is not is_forced
+            assert is_allowed(f"Well.\n{mark}{one_call}") is not is_forced
             for text in wrong:
                 is_text = form.is_bare and "rain" in text  # a list of an unknown function
                 assert not is_allowed(text) or (is_text and not is_forced), text
@@ -197,10 +201,12 @@ def test_what_the_grammar_allows_is_read_as_a_valid_call(name: str, *, is_forced
     num_calls = 0
     for _ in range(12):
         schemas = {"f": random_schema(rng), "f_2": random_schema(rng)}
-        asked = tool_form(name, schemas, is_forced=is_forced, kind=rng.choice((CONTROL, None)))
-        tokenizer = asked.tokenizer
+        form_of_tools = tool_form(
+            name, schemas, is_forced=is_forced, kind=rng.choice((CONTROL, None))
+        )
+        tokenizer = form_of_tools.tokenizer
         grammars = Grammars(tokenizer, tokenizer.vocab_size)
-        constraint = asked.constraint()
+        constraint = form_of_tools.constraint()
         snippets = [form.opening, form.loose_begin, form.middle, form.tail, form.between, form.end]
         snippets += [form.write([(function, "{}")]) for function in schemas]
         for schema in schemas.values():
@@ -214,9 +220,9 @@ def test_what_the_grammar_allows_is_read_as_a_valid_call(name: str, *, is_forced
             text = random_answer(matcher, tokenizer, rng, [*filter(None, snippets)], begin)
             if text is None:
                 continue
-            said, calls, is_whole = read(name, text, schemas, random_cuts(rng, text))
+            text_before, calls, is_whole = read(name, text, schemas, random_cuts(rng, text))
             assert is_whole or not calls, text
-            assert not is_forced or (calls and not said), text
+            assert not is_forced or (calls and not text_before), text
             for function, values in calls:
                 described = Function.described(function, schemas[function], "tools")
                 if "Infinity" not in json.dumps(values):  # a number that Python does not have
@@ -243,34 +249,34 @@ def test_every_notation_is_read_in_linear_time(name: str) -> None:
     hostile += [form.opening + "weather" + form.middle + sign * 20_000 for sign in (" ", "<", "a")]
     for texts in (hostile, [part[: len(part) // 2] for part in hostile]):
         for part in texts:
-            Counted.num_chars = 0
+            CountedText.num_chars = 0
             reader = CallReader([*SCHEMAS], form, schemas=SCHEMAS)
             for start in range(0, len(part), 40):
-                reader.feed(Counted(part[start : start + 40]))
-            assert Counted.num_chars < 80 * len(part) + 10_000
+                reader.feed(CountedText(part[start : start + 40]))
+            assert CountedText.num_chars < 80 * len(part) + 10_000
 
 
-class Counted(str):
+class CountedText(str):
     """A string that counts the characters that are copied by slices and searched."""
 
     __slots__ = ()
     num_chars = 0
 
-    def __getitem__(self, key: Any) -> Counted:
-        part = Counted(super().__getitem__(key))
-        Counted.num_chars += len(part)
+    def __getitem__(self, key: Any) -> CountedText:
+        part = CountedText(super().__getitem__(key))
+        CountedText.num_chars += len(part)
         return part
 
-    def __radd__(self, before: str) -> Counted:
-        Counted.num_chars += len(before)
-        return Counted(before + str(self))
+    def __radd__(self, before: str) -> CountedText:
+        CountedText.num_chars += len(before)
+        return CountedText(before + str(self))
 
-    def __add__(self, after: str) -> Counted:
-        Counted.num_chars += len(self)
-        return Counted(str(self) + after)
+    def __add__(self, after: str) -> CountedText:
+        CountedText.num_chars += len(self)
+        return CountedText(str(self) + after)
 
     def find(self, part: str, start: int = 0, *ends: int) -> int:  # type: ignore[override]
-        Counted.num_chars += len(self) - start
+        CountedText.num_chars += len(self) - start
         return super().find(part, start, *ends)
 
 
@@ -297,8 +303,8 @@ def test_a_cut_call_is_no_text_and_is_whole_only_after_its_arguments(name: str) 
     text = form.write([("weather", json.dumps(ARGUMENTS))])
     name_end = text.index("weather") + len("weather") + len(form.middle)
     for cut in range(len(text)):
-        said, calls, is_whole = read(name, text[:cut], SCHEMAS, is_cut=True)
-        assert not said.strip() or cut < name_end
+        text_before, calls, is_whole = read(name, text[:cut], SCHEMAS, is_cut=True)
+        assert not text_before.strip() or cut < name_end
         if is_whole:
             assert calls == [("weather", ARGUMENTS)]
     assert read(name, text, SCHEMAS, is_cut=True) == ("", [("weather", ARGUMENTS)], True)

@@ -24,14 +24,14 @@ def read(
     text: str, cuts: list[int], form: CallForm = HERMES, names: tuple[str, ...] = ("f", "g-2")
 ) -> tuple[str, list[tuple[str, str]]]:
     """Return the text and the calls of an answer that is streamed with these cuts."""
-    reader, said, calls = CallReader(names, form), "", list[tuple[str, str]]()
+    reader, text_read, calls = CallReader(names, form), "", list[tuple[str, str]]()
     pieces = []
     for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
         pieces += reader.feed(text[start:end])
     for piece in [*pieces, *reader.finish()]:
         if isinstance(piece, TextPiece):
             assert piece.text
-            said += piece.text
+            text_read += piece.text
         elif isinstance(piece, CallBegin):
             assert piece.index == len(calls)
             calls.append((piece.name, ""))
@@ -40,7 +40,7 @@ def read(
             assert piece.index == len(calls) - 1
             calls[-1] = (calls[-1][0], calls[-1][1] + piece.text)
     assert reader.num_calls == len(calls)
-    return said, calls
+    return text_read, calls
 
 
 @pytest.mark.parametrize(
@@ -129,9 +129,9 @@ def test_every_form_is_read_however_it_is_cut(name: str) -> None:
     if form.id_mark:
         text = form.write(two[:1]).replace(form.middle, f"{form.id_mark}abc123XYZ{form.middle}")
         texts[text] = ("", two[:1])
-    for text, (said, calls) in texts.items():
+    for text, (expected_text, calls) in texts.items():
         result = read(text, [], form)
-        assert result[0] == said
+        assert result[0] == expected_text
         if calls is None:
             read_back = [json.loads(arguments) for _, arguments in result[1]]
             assert read_back == [json.loads(ARGUMENTS), {}]
@@ -154,9 +154,9 @@ def test_random_text_is_read_as_if_it_came_character_by_character(name: str) -> 
     for _ in range(50):
         text = ""
         for _ in range(rng.randint(1, 8)):
-            whole = rng.choice([call, two, BARE, rng.choice(signs), rng.choice(marks)])
-            cut = rng.choice([len(whole), rng.randint(0, len(whole))])
-            text += whole[:cut]
+            whole_text = rng.choice([call, two, BARE, rng.choice(signs), rng.choice(marks)])
+            cut = rng.choice([len(whole_text), rng.randint(0, len(whole_text))])
+            text += whole_text[:cut]
         alone = read(text, list(range(1, len(text))), form)
         assert read(text, [], form) == alone
         for _ in range(5):
@@ -171,7 +171,7 @@ def test_a_pure_answer_is_calls_or_text_that_may_contain_calls(name: str) -> Non
     marked = form.mark + call if form.is_bare else call
     bare = form.is_bare
     fenced = f"```json\n{BARE}\n```"
-    for text, unmarked, said, num_calls in (
+    for text, unmarked, expected_text, num_calls in (
         (marked, Unmarked.NONE, "", 1),
         (call, Unmarked.NONE, call if bare else "", 0 if bare else 1),
         (BARE, Unmarked.ALL, "", 1),
@@ -192,7 +192,7 @@ def test_a_pure_answer_is_calls_or_text_that_may_contain_calls(name: str) -> Non
             ]
             pieces += reader.finish()
             result = "".join(piece.text for piece in pieces if isinstance(piece, TextPiece))
-            assert (result, reader.num_calls) == (said, num_calls), text
+            assert (result, reader.num_calls) == (expected_text, num_calls), text
 
 
 @pytest.mark.parametrize("name", JSON_FORMS)
@@ -206,8 +206,8 @@ def test_doubled_braces_are_read(name: str) -> None:
             texts.append(texts[-1].replace(f"{ARGUMENTS}}}", f"{ARGUMENTS}}}}}"))
     for text in texts:
         for cuts in ([], list(range(len(text)))):
-            said, calls = read(text, cuts, form)
-            assert said == ""
+            text_read, calls = read(text, cuts, form)
+            assert text_read == ""
             assert {*calls} == {("f", ARGUMENTS)}
 
 

@@ -247,8 +247,8 @@ def test_ids_with_names_are_made_for_templates_that_show_them() -> None:
         result("again", "the third"),
     ]
     text = chat.render(messages).text
-    for shown in ("functions.g:1: of g", "functions.f:0: of f", "functions.f:2: the third"):
-        assert text.count(shown) == 1
+    for id_text in ("functions.g:1: of g", "functions.f:0: of f", "functions.f:2: the third"):
+        assert text.count(id_text) == 1
 
 
 def test_results_are_a_field_of_the_answer_if_the_template_shows_them_there() -> None:
@@ -379,23 +379,23 @@ def test_several_calls_reach_templates_that_take_one_or_short_ids(template: str)
         assert text.count(f"of {id_}") == 1
     assert text.count("left") == 1
     if template == family_templates.LLAMA:  # each result after its call
-        places = [text.index(part) for id_ in ids for part in (f'"{id_}"', f"of {id_}")]
-        assert places == sorted(places)
+        id_offsets = [text.index(part) for id_ in ids for part in (f'"{id_}"', f"of {id_}")]
+        assert id_offsets == sorted(id_offsets)
 
 
 def test_ids_of_nine_letters_are_kept_and_others_become_such() -> None:
     chat = Chat(tokenizer_of(family_templates.MISTRAL_IDS))
-    for given, expected in (("abcdefgh1", "abcdefgh1"), ("call_1", None)):
+    for call_id, expected in (("abcdefgh1", "abcdefgh1"), ("call_1", None)):
         messages = [
             USER,
-            {"role": "assistant", "content": "", "tool_calls": [CALL | {"id": given}]},
-            result(given, "forty"),
+            {"role": "assistant", "content": "", "tool_calls": [CALL | {"id": call_id}]},
+            result(call_id, "forty"),
         ]
-        shown = chat.render(messages).text.partition("[CALL_ID]")[2].partition("[ARGS]")[0]
-        assert len(shown) == 9
-        assert shown.isalnum()
-        assert expected in {None, shown}
-        assert f"[TOOL_RESULTS]{shown}:forty" in chat.render(messages).text
+        shown_id = chat.render(messages).text.partition("[CALL_ID]")[2].partition("[ARGS]")[0]
+        assert len(shown_id) == 9
+        assert shown_id.isalnum()
+        assert expected in {None, shown_id}
+        assert f"[TOOL_RESULTS]{shown_id}:forty" in chat.render(messages).text
 
 
 def test_tools_are_added_to_the_text_of_a_system_message() -> None:

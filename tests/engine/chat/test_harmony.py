@@ -248,10 +248,10 @@ def test_structured_output_is_the_final_message(has_tools: bool) -> None:
     options = {"answer": SCHEMA} if has_tools else {}
     constraint = prepared(has_tools=has_tools, **options).constrained(params).constraint
     assert constraint is not None
-    whole = '{"a": 1}'
-    assert allows(constraint, f"{ANALYSIS}{FINAL}{whole}")
-    assert allows(constraint, f"{FINAL}{whole}")
-    assert not allows(constraint, whole)
+    whole_answer = '{"a": 1}'
+    assert allows(constraint, f"{ANALYSIS}{FINAL}{whole_answer}")
+    assert allows(constraint, f"{FINAL}{whole_answer}")
+    assert not allows(constraint, whole_answer)
     assert not allows(constraint, f"{ANALYSIS}{FINAL}Sunny.")
     assert allows(constraint, f"{ANALYSIS}{CALL}") == has_tools
 

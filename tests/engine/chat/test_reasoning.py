@@ -39,14 +39,16 @@ def section(answer: PreparedChat) -> ReasoningSection | None:
     return answer.preface and replace(answer.preface, closing="")
 
 
-def preface(template: str, messages: list[dict[str, str]], **asked: Any) -> ReasoningSection | None:
+def preface(
+    template: str, messages: list[dict[str, str]], **options: Any
+) -> ReasoningSection | None:
     chat = Chat(tokenizer_of(template))
-    thinking = Thinking(**asked) if asked else Thinking()
+    thinking = Thinking(**options) if options else Thinking()
     return section(chat.prepare_answer(chat.render(messages, thinking=thinking)))
 
 
 @pytest.mark.parametrize(
-    ("template", "messages", "asked", "expected"),
+    ("template", "messages", "options", "expected"),
     [
         (CHATML, [USER], {}, None),
         (CHATML, [SPOOF], {}, None),
@@ -74,10 +76,10 @@ def preface(template: str, messages: list[dict[str, str]], **asked: Any) -> Reas
 def test_where_the_prompt_leaves_off_decides(
     template: str,
     messages: list[dict[str, str]],
-    asked: dict[str, Any],
+    options: dict[str, Any],
     expected: ReasoningSection | None,
 ) -> None:
-    assert preface(template, messages, **asked) == expected
+    assert preface(template, messages, **options) == expected
 
 
 def test_tokens_of_the_vocabulary_are_marks_too() -> None:
@@ -128,7 +130,7 @@ OPENS_BY_ITSELF = family_templates.ALWAYS_THINKS.replace("<think>\n{% endif %}",
 
 
 @pytest.mark.parametrize(
-    ("template", "asked", "word"),
+    ("template", "options", "word"),
     [
         (CHATML, {"is_on": True}, "does not support reasoning"),
         (CHATML, {"effort": "low"}, "does not support reasoning"),
@@ -148,14 +150,14 @@ OPENS_BY_ITSELF = family_templates.ALWAYS_THINKS.replace("<think>\n{% endif %}",
     ],
 )
 def test_what_a_template_cannot_do_is_refused(
-    template: str, asked: dict[str, Any], word: str
+    template: str, options: dict[str, Any], word: str
 ) -> None:
     with pytest.raises(RequestError, match=word):
-        preface(template, [USER], **asked, param="the_field")
+        preface(template, [USER], **options, param="the_field")
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "options",
     [
         {"is_on": False},
         {"effort": "none"},
@@ -163,14 +165,14 @@ def test_what_a_template_cannot_do_is_refused(
         {"variables": {"thinking": False}},
     ],
 )
-def test_reasoning_that_each_prompt_opens_is_closed_at_once(asked: dict[str, Any]) -> None:
+def test_reasoning_that_each_prompt_opens_is_closed_at_once(options: dict[str, Any]) -> None:
     chat = Chat(tokenizer_of(family_templates.ALWAYS_THINKS))
     assert chat.render([USER]).text.endswith("assistant\n<think>\n")
-    prompt = chat.render([USER], thinking=Thinking(**asked, param="the_field"))
+    prompt = chat.render([USER], thinking=Thinking(**options, param="the_field"))
     assert prompt.text.endswith("assistant\n<think>\n\n</think>\n\n")
     assert chat.prepare_answer(prompt).preface is None
     begun = chat.render(
-        [USER], thinking=Thinking(**asked, param="the_field"), add_generation_prompt=False
+        [USER], thinking=Thinking(**options, param="the_field"), add_generation_prompt=False
     )
     assert "think" not in begun.text
 
@@ -190,7 +192,7 @@ def test_reasoning_that_only_the_prompt_marks_is_closed_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "asked", "expected", "ignored"),
+    ("template", "options", "expected", "ignored"),
     [
         (family_templates.ALWAYS_THINKS, {"variables": {"enable_thinking": True}}, INSIDE, []),
         (
@@ -211,20 +213,20 @@ def test_reasoning_that_only_the_prompt_marks_is_closed_too() -> None:
     ],
 )
 def test_a_field_that_contradicts_a_switch_is_an_error(
-    template: str, asked: dict[str, Any], expected: ReasoningSection | None, ignored: list[str]
+    template: str, options: dict[str, Any], expected: ReasoningSection | None, ignored: list[str]
 ) -> None:
-    asked = dict(asked)
-    if switch := asked.pop("off", None):
-        asked["variables"] = {switch: False}
+    options = dict(options)
+    if switch := options.pop("off", None):
+        options["variables"] = {switch: False}
     chat = Chat(tokenizer_of(template))
-    followed, errors = chat.supported_thinking(Thinking(**asked, param="field"))
+    followed, errors = chat.supported_thinking(Thinking(**options, param="field"))
     assert [error.field for error in errors] == ignored
     assert section(chat.prepare_answer(chat.render([USER], thinking=followed))) == expected
 
 
-@pytest.mark.parametrize("asked", [{"is_on": False}, {"effort": "none"}])
-def test_what_is_so_already_may_be_asked_for(asked: dict[str, Any]) -> None:
-    assert preface(CHATML, [USER], **asked) is None
+@pytest.mark.parametrize("options", [{"is_on": False}, {"effort": "none"}])
+def test_what_is_so_already_may_be_asked_for(options: dict[str, Any]) -> None:
+    assert preface(CHATML, [USER], **options) is None
     assert preface(CHATML, [USER], variables={"enable_thinking": False}) is None
 
 
@@ -256,9 +258,9 @@ def with_tokens(template: str, *marks: str) -> Chat:
 def read(chat: Chat, prepared: PreparedChat, text: str) -> tuple[str, str]:
     """Return the reasoning and the text of an answer, with the tokens that its reader shows."""
     tokenizer = prepared.tokenizer
-    shown = prepared.constrained(SamplingParams()).shown_ids
+    shown_ids = prepared.constrained(SamplingParams()).shown_ids
     tokens = tokenizer.encode(text, parse_special=True)
-    hidden = tokenizer.special_ids - shown
+    hidden = tokenizer.special_ids - shown_ids
     data = b"".join(tokenizer.token_bytes(token) for token in tokens if token not in hidden)
     reader = prepared.answer_format().reader(tokenizer)
     pieces = [*reader.feed(data.decode()), *reader.finish()]

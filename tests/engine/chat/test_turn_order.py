@@ -29,8 +29,8 @@ KINDS = (
 )
 
 
-def chat_of(template: str, **more: str) -> Chat:
-    named = {f"tokenizer.chat_template.{name}": source for name, source in more.items()}
+def chat_of(template: str, **named_templates: str) -> Chat:
+    named = {f"tokenizer.chat_template.{name}": source for name, source in named_templates.items()}
     return Chat(from_gguf(byte_metadata() | {"tokenizer.chat_template": template} | named))
 
 
@@ -56,7 +56,7 @@ def conversation(*kinds: str) -> list[dict[str, Any]]:
     return messages
 
 
-def said(*turns: str) -> list[dict[str, Any]]:
+def turn_messages(*turns: str) -> list[dict[str, Any]]:
     """Return messages from words such as `user:Hello`."""
     pairs = (turn.partition(":") for turn in turns)
     return [{"role": role, "content": content} for role, _, content in pairs]
@@ -133,8 +133,10 @@ def test_texts_stay_in_their_order(kinds: list[str]) -> None:
     for name in ("ALTERNATES", "WITH_LAST_QUESTION", "NO_SYSTEM"):
         if messages:
             text = CHATS[name].render(messages).text
-            places = [text.index(message["content"]) for message in messages if message["content"]]
-            assert places == sorted(places), name
+            text_offsets = [
+                text.index(message["content"]) for message in messages if message["content"]
+            ]
+            assert text_offsets == sorted(text_offsets), name
 
 
 @given(st.lists(st.sampled_from(KINDS[2:-1]), min_size=1, max_size=9))
@@ -180,17 +182,19 @@ def test_refused_turns_become_part_of_their_neighbours(
 ) -> None:
     chat = CHATS[name]
     plain = ChatTemplate(strict_templates.TEMPLATES[name])
-    assert chat.render(said(*turns)).text == plain.render(said(*same)).text
+    assert chat.render(turn_messages(*turns)).text == plain.render(turn_messages(*same)).text
 
 
 def test_a_question_after_a_result_becomes_part_of_it() -> None:
-    text = CHATS["WITH_LAST_QUESTION"].render([*conversation("user", "call"), *said("user:So?")])
+    text = CHATS["WITH_LAST_QUESTION"].render(
+        [*conversation("user", "call"), *turn_messages("user:So?")]
+    )
     assert "[TOOL_RESULTS]result1given\n\nSo?[/TOOL_RESULTS]" in text.text
 
 
 def test_many_turns_become_one_text() -> None:
     texts = [f"text {number}" for number in range(9_000)]
-    messages = said(*(f"system:{text}" for text in texts), "user:Hi")
+    messages = turn_messages(*(f"system:{text}" for text in texts), "user:Hi")
     assert "\n\n".join(texts) in CHATS["FIRST_ALONE"].render(messages).text
 
 
@@ -202,7 +206,11 @@ def test_parts_of_joined_messages_stay_parts() -> None:
         "{% endfor %}"
     )
     parts = [{"type": "text", "text": "b"}]
-    messages = [*said("system:a"), {"role": "system", "content": parts}, *said("user:c")]
+    messages = [
+        *turn_messages("system:a"),
+        {"role": "system", "content": parts},
+        *turn_messages("user:c"),
+    ]
     assert chat_of(source).render(messages).text == "<a><b>c"
 
 
@@ -210,7 +218,7 @@ def test_the_last_answer_is_continued_on_every_template() -> None:
     for name, chat in CHATS.items():
         if name == "ALTERNATES":
             continue  # it trims the text, so it could not go on from it
-        messages = said(
+        messages = turn_messages(
             "system:a", "developer:b", "user:c", "user:d", "assistant:e", "assistant:f g"
         )
         prompt = chat.render(messages, add_generation_prompt=False, continue_final_message=True)
@@ -220,7 +228,7 @@ def test_the_last_answer_is_continued_on_every_template() -> None:
 def test_a_template_that_refuses_even_stricter_orders_says_why() -> None:
     chat = chat_of("{{ raise_exception('never') }}")
     with pytest.raises(RequestError, match="never"):
-        chat.render(said("user:a"))
+        chat.render(turn_messages("user:a"))
 
 
 def test_an_order_that_was_not_tried_is_rearranged_when_it_is_refused() -> None:
@@ -229,7 +237,7 @@ def test_an_order_that_was_not_tried_is_rearranged_when_it_is_refused() -> None:
         "{{ raise_exception('twice') }}{% endif %}{{ m.content }}|{% endfor %}"
     )
     turns = ["user:a", "assistant:b"] * 3 + ["user:c", "user:d"]
-    assert chat_of(source).render(said(*turns)).text.endswith("|c\n\nd|")
+    assert chat_of(source).render(turn_messages(*turns)).text.endswith("|c\n\nd|")
 
 
 def test_the_template_for_tools_is_used_where_there_are_tools() -> None:
@@ -237,14 +245,14 @@ def test_the_template_for_tools_is_used_where_there_are_tools() -> None:
         "{% for m in messages %}{{ m.content }}{% endfor %}",
         tool_use="T:" + strict_templates.LENIENT,
     )
-    assert chat.render(said("user:a")).text == "a"
-    assert chat.render(said("user:a"), TOOLS).text.startswith("T:")
+    assert chat.render(turn_messages("user:a")).text == "a"
+    assert chat.render(turn_messages("user:a"), TOOLS).text.startswith("T:")
     assert chat.capabilities.shows_tools
 
 
 def test_a_template_for_tools_that_cannot_be_compiled_is_not_used() -> None:
     chat = chat_of(strict_templates.LENIENT, tool_use="{{ .Tools }}")
-    assert "get_weather" in chat.render(said("user:a"), TOOLS).text
+    assert "get_weather" in chat.render(turn_messages("user:a"), TOOLS).text
     assert chat.refusal is None
     assert "line 1" in str(chat.tool_refusal)
 
@@ -257,7 +265,7 @@ def test_a_template_that_cannot_be_compiled_refuses_each_chat(source: str) -> No
     chat.prepare()
     assert "line 1" in str(chat.refusal)
     with pytest.raises(RequestError, match="line 1") as caught:
-        chat.render(said("user:a"))
+        chat.render(turn_messages("user:a"))
     assert caught.value.http_status == 400
 
 
@@ -266,7 +274,7 @@ def test_a_model_chats_with_a_template_of_any_name() -> None:
     del metadata["tokenizer.chat_template"]
     chat = Chat.of(from_gguf(metadata | {"tokenizer.chat_template.rag": "R"}))
     assert chat is not None
-    assert chat.render(said("user:a")).text == "R"
+    assert chat.render(turn_messages("user:a")).text == "R"
     empty = Chat.of(from_gguf(metadata | {"tokenizer.chat_template": " "}))
     assert empty is not None  # the vocabulary has the marks of ChatML
-    assert empty.render(said("user:a")).text.startswith("<|im_start|>user\na")
+    assert empty.render(turn_messages("user:a")).text.startswith("<|im_start|>user\na")

@@ -145,9 +145,9 @@ def test_leases_end_in_any_order_and_leave_the_first_pages_longest(
         if order == "backward":
             offers.reverse()
         for number, offered in enumerate([] if order == "at once" else offers, start=1):
-            held = [page for offer in offers[number - 1 :] for _, _, page in offer.pages]
+            leased_pages = [page for offer in offers[number - 1 :] for _, _, page in offer.pages]
             with pages.lock:
-                assert all(pages.scheduler._pool.num_references(page) for page in held)
+                assert all(pages.scheduler._pool.num_references(page) for page in leased_pages)
             connection.send(messages.FetchPages(number, 1, offered.number, [], is_last=True))
             while not isinstance(connection.receive(), messages.Content):
                 pass

@@ -136,19 +136,19 @@ def _proves(address: tuple[str, int]) -> bool:
 
 
 def test_a_peer_that_sends_a_byte_now_and_then_is_given_up() -> None:
-    here, there = socket.socketpair()
-    with here, there:
-        here.settimeout(0.2)
+    near_end, far_end = socket.socketpair()
+    with near_end, far_end:
+        near_end.settimeout(0.2)
         stop = Event()
 
         def drip() -> None:
             while not stop.wait(0.05):
-                there.send(b"x")
+                far_end.send(b"x")
 
         thread = Thread(target=drip)
         thread.start()
         with pytest.raises(TimeoutError):
-            receive_exactly(here, 64)
+            receive_exactly(near_end, 64)
         stop.set()
         thread.join()
 
@@ -160,7 +160,7 @@ def test_an_address_in_use_ends_the_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "option_values",
     [
         {"role": "decode"},
         {"prefill_peers": ("a:1",)},
@@ -170,6 +170,6 @@ def test_an_address_in_use_ends_the_start(tmp_path: Path) -> None:
         {"role": "prefil"},
     ],
 )
-def test_options_that_do_not_fit_together_are_refused(given: dict[str, object]) -> None:
+def test_options_that_do_not_fit_together_are_refused(option_values: dict[str, object]) -> None:
     with pytest.raises(UsageError):
-        DisaggregationOptions(**given)  # type: ignore[arg-type]
+        DisaggregationOptions(**option_values)  # type: ignore[arg-type]

@@ -144,13 +144,13 @@ def test_without_nixl_there_auto_takes_the_socket_and_nixl_is_refused(
 ) -> None:
     fake_nixl.use_fake_nixl(monkeypatch)
     path = write_tiny_gguf(tmp_path / "m.gguf")
-    there = DisaggregationOptions("prefill", "127.0.0.2:0", peer_link="socket")
-    with LLM(path, options(there)) as first:
+    prefill_options = DisaggregationOptions("prefill", "127.0.0.2:0", peer_link="socket")
+    with LLM(path, options(prefill_options)) as first:
         address = f"127.0.0.2:{view(first).prefill_side.port}"
         with decode(path, address, peer_link="auto") as llm:
             assert view(llm).decode_side.peers[0].link == "socket"
-        here = DisaggregationOptions("decode", None, (address,), "always", "nixl")
-        with LLM(path, options(here)) as llm:
+        decode_options = DisaggregationOptions("decode", None, (address,), "always", "nixl")
+        with LLM(path, options(decode_options)) as llm:
             wait_until(lambda: view(llm).decode_side.peers[0].state == "refused")
             assert llm.generate(["hello"])
     assert "does not move pages by NIXL: its --peer-link is socket" in caplog.text
@@ -161,9 +161,9 @@ def test_nixl_that_is_not_installed_is_refused_with_a_sentence(
 ) -> None:
     monkeypatch.setattr(nixl, "obstacle", lambda: nixl.INSTALL)
     path = write_tiny_gguf(tmp_path / "m.gguf")
-    given = DisaggregationOptions("prefill", "127.0.0.2:0", peer_link="nixl")
+    prefill_options = DisaggregationOptions("prefill", "127.0.0.2:0", peer_link="nixl")
     with pytest.raises(UsageError, match=r"cannot be nixl\. NIXL is not installed: run pip"):
-        LLM(path, options(given))
+        LLM(path, options(prefill_options))
 
 
 # The program of a NIXL process that says where it is reached, and reads nothing afterwards.
@@ -227,13 +227,13 @@ def test_pages_that_a_peer_may_write_are_held_until_the_carrier_is_closed(
 ) -> None:
     fake_nixl.use_fake_nixl(monkeypatch)
     monkeypatch.setattr(peer, "STALL_TIMEOUT_S", 0.3)
-    there = fake_nixl.FakeNixlProcess(pages[0][0], _COUNT, _SIZE)
+    peer_process = fake_nixl.FakeNixlProcess(pages[0][0], _COUNT, _SIZE)
     targets: list[int] = []
 
     def answer(connection: Connection[Any], question: Any) -> None:
         match question:
             case messages.NixlJoin():
-                connection.send(messages.NixlJoined(there.address))
+                connection.send(messages.NixlJoined(peer_process.address))
             case messages.NixlProbe():
                 connection.send(messages.Content(question.number, is_valid=True))
             case messages.PrefillPrompt():
@@ -249,16 +249,16 @@ def test_pages_that_a_peer_may_write_are_held_until_the_carrier_is_closed(
         decode(path, address, peer_link="nixl-write") as llm,
     ):
         transfers = llm.engine.client.loop.pages.scheduler.prefix_cache.transfers
-        held, close = list[int](), fake_nixl.FakeNixlProcess.close
+        held_counts, close = list[int](), fake_nixl.FakeNixlProcess.close
 
         def note(process: fake_nixl.FakeNixlProcess) -> None:
-            held.append(transfers.num_held_pages)
+            held_counts.append(transfers.num_held_pages)
             close(process)
 
         monkeypatch.setattr(fake_nixl.FakeNixlProcess, "close", note)
         assert answers(llm, [prompt], SAMPLED) == expected
-        wait_until(lambda: bool(held))
-        assert held[0] == len(targets) == 6
+        wait_until(lambda: bool(held_counts))
+        assert held_counts[0] == len(targets) == 6
         assert view(llm).decode_side.transfers == {"late": 1}
         check_clean(llm)
 
@@ -277,9 +277,9 @@ def test_faults_cost_time_and_no_request_with_the_real_one(seed: int, tmp_path: 
 
 @is_real
 @pytest.mark.parametrize("is_write", [False, True])
-@pytest.mark.parametrize(("who", "how"), [(0, "stop"), (1, "stop"), (0, "kill"), (1, "kill")])
+@pytest.mark.parametrize(("end_index", "how"), [(0, "stop"), (1, "stop"), (0, "kill"), (1, "kill")])
 def test_nothing_is_written_once_a_carrier_is_closed(
-    pages: list[tuple[int, Any]], is_write: bool, who: int, how: str
+    pages: list[tuple[int, Any]], is_write: bool, end_index: int, how: str
 ) -> None:
     every = range(_COUNT)
     both = [NixlProcess(file, _COUNT, _SIZE) for file, _ in pages]
@@ -292,7 +292,7 @@ def test_nothing_is_written_once_a_carrier_is_closed(
         target = pages[1][1]
         assert target[[0, 2] if is_write else [3, 1]].all()
         target[:] = 0
-        process = both[who]._process
+        process = both[end_index]._process
         signal_ = signal.SIGSTOP if how == "stop" else signal.SIGKILL
         threading.Timer(0.01, process.send_signal, (signal_,)).start()
         with suppress(NixlProcessError):
@@ -304,5 +304,5 @@ def test_nothing_is_written_once_a_carrier_is_closed(
             prefill_side.move(every, every, 1, is_write=True)
         assert (target == before).all()
     finally:
-        for one in both:
-            one.close()
+        for link_end in both:
+            link_end.close()

@@ -44,11 +44,11 @@ def test_a_prefill_engine_that_reads_prompts_between_its_deaths_is_started_again
     monkeypatch.setattr(supervisor, "BACK_OFF_S", (0.0, 0.01))  # three deaths in a row are too many
     path = write_tiny_gguf(tmp_path / "m.gguf", Tiny(context_length=512))
     address = f"127.0.0.1:{free_port()}"
-    given = options(DisaggregationOptions("prefill", address))
+    prefill_options = options(DisaggregationOptions("prefill", address))
 
     async def run() -> None:
         with (
-            RemoteEngine.start(str(path), given, "warning", lambda *_: None) as engine,
+            RemoteEngine.start(str(path), prefill_options, "warning", lambda *_: None) as engine,
             decode(path, address) as llm,
         ):
             engine.attach(lambda: None)

@@ -84,14 +84,14 @@ def test_pages_that_windows_left_are_evicted_first():
     pool = PagePool(6, 16)
     evicted = []
     pool.on_evict = evicted.extend
-    left, whole = pool.allocate(3), pool.allocate(3)
-    for page in (*left, *whole):
+    left, unread_pages = pool.allocate(3), pool.allocate(3)
+    for page in (*left, *unread_pages):
         pool.keep([page])
-    pool.release(whole)
+    pool.release(unread_pages)
     for page in left:
         pool.release_out_of_window(page)
     pool.allocate(6)
-    assert evicted == [left[2], left[1], left[0], whole[2], whole[1], whole[0]]
+    assert evicted == [left[2], left[1], left[0], unread_pages[2], unread_pages[1], unread_pages[0]]
 
 
 def test_page_that_one_request_leaves_stays_with_the_other():

@@ -197,10 +197,10 @@ def test_longest_hit_is_found_whatever_was_evicted(seed):
     rng = random.Random(seed)
     windows = rng.choice([(None,), (3,), (None, 5), (None, 9, 9), (4, 13), (None, None, 6)])
     cache = WindowCache(windows, range(40))
-    known = [{*range(10)} for _ in windows]
+    cached_indices = [{*range(10)} for _ in windows]
     for group, pages in enumerate(cache.pages):
         for index in rng.sample(range(10), rng.choice((0, 1, 1, 2, 5))):
-            known[group].discard(index)
+            cached_indices[group].discard(index)
             cache.evict([pages[index]])
 
     def needed(window, num_places):
@@ -210,13 +210,14 @@ def test_longest_hit_is_found_whatever_was_evicted(seed):
     expected = max(
         length
         for length in range(11)
-        if all(needed(window, length) <= known[g] for g, window in enumerate(windows))
+        if all(needed(window, length) <= cached_indices[g] for g, window in enumerate(windows))
     )
     hit = cache.match()
     assert hit.num_pages == expected
     for group, window in enumerate(windows):
-        places = needed(window, expected)
+        needed_indices = needed(window, expected)
         assert hit.pages[group] == [
-            cache.pages[group][index] if index in places else NO_PAGE for index in range(expected)
+            cache.pages[group][index] if index in needed_indices else NO_PAGE
+            for index in range(expected)
         ]
     check_index(cache.index)

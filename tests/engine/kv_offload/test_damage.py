@@ -16,7 +16,7 @@ def test_a_campaign_goes_on_with_the_faults_that_it_would_have_had(tmp_path: Pat
         folder.mkdir()
         return damage_pages(range(first, last), "1 files", Files(folder))
 
-    whole, begin, rest = play(0, 60), play(0, 25), play(25, 60)
-    assert sum(whole.values()) == 60
-    assert whole == {name: begin.get(name, 0) + rest.get(name, 0) for name in whole}
-    assert "WRONG" not in whole
+    whole_play, begin, rest = play(0, 60), play(0, 25), play(25, 60)
+    assert sum(whole_play.values()) == 60
+    assert whole_play == {name: begin.get(name, 0) + rest.get(name, 0) for name in whole_play}
+    assert "WRONG" not in whole_play

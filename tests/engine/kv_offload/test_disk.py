@@ -40,8 +40,8 @@ def get(tier: DiskTier, name: bytes) -> bytes | None:
 
 
 def file_of(folder: Path, name: bytes) -> Path:
-    (found,) = folder.glob(f"*/{name.hex()[:2]}/{name.hex()[2:]}")
-    return found
+    (path,) = folder.glob(f"*/{name.hex()[:2]}/{name.hex()[2:]}")
+    return path
 
 
 def test_a_page_is_found_by_a_later_process_and_by_another_server(tmp_path: Path) -> None:
@@ -76,12 +76,12 @@ def test_damaged_pages_are_missed(
     for number in range(4):
         put(tier, of, number)
     files = [file_of(tmp_path, of.name(key)) for key in KEYS[:4]]
-    whole = [path.read_bytes() for path in files]
-    for what, damage in DAMAGES.items():
-        damaged = damage(rng, whole[0], whole[1:])
+    original_bytes = [path.read_bytes() for path in files]
+    for damage_name, damage in DAMAGES.items():
+        damaged = damage(rng, original_bytes[0], original_bytes[1:])
         files[0].write_bytes(damaged)
         result = get(tier, of.name(KEYS[0]))
-        assert result is None or damaged == whole[0], what
+        assert result is None or damaged == original_bytes[0], damage_name
     assert "A damaged page was removed from the page cache" in caplog.text
     for other in OTHER_KINDS:  # a file of another kind, under the right name
         elsewhere = tier_of(tmp_path / "o", other)
@@ -106,9 +106,9 @@ def test_a_disk_that_cannot_be_written_is_read_and_tried_again(
         broken.setattr(os, "writev", fail)
         for number in (2, 3, 4):
             assert not put(tier, of, number)
-    told = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(told) == 1
-    assert os.strerror(code) in told[0].getMessage()
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert os.strerror(code) in warnings[0].getMessage()
     assert get(tier, of.name(KEYS[1])) == content_of(1)
     assert [path.name for path in stored_pages(tmp_path)] == [of.name(KEYS[1]).hex()[2:]]
     assert not put(tier, of, 2), "it was tried again at once"
@@ -138,8 +138,8 @@ def test_pages_are_written_again_after_the_folder_was_cleaned(tmp_path: Path) ->
     assert not list(tmp_path.iterdir())
     assert put(tier, of, 2)
     assert get(tier, of.name(KEYS[2])) == content_of(2)
-    (found,) = read_folder(tmp_path, 0.0)
-    assert (found.model, found.num_pages) == ("tiny", 1)
+    (description,) = read_folder(tmp_path, 0.0)
+    assert (description.model, description.num_pages) == ("tiny", 1)
 
 
 @pytest.mark.parametrize("text", ["[]", '{"groups": 3}', '{"groups": {"page_size": "x"}}', "{"])
@@ -147,8 +147,8 @@ def test_a_damaged_description_is_no_hindrance(tmp_path: Path, text: str) -> Non
     put(tier_of(tmp_path), kind(), 1)
     (about,) = tmp_path.glob(f"*/{ABOUT}")
     about.write_text(text)
-    (found,) = read_folder(tmp_path, 0.0)
-    assert (found.model, found.page_size, found.num_pages) == ("?", 0, 1)
+    (description,) = read_folder(tmp_path, 0.0)
+    assert (description.model, description.page_size, description.num_pages) == ("?", 0, 1)
 
 
 def test_a_damaged_page_that_cannot_be_removed_is_reported(

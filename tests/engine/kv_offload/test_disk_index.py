@@ -18,7 +18,7 @@ def name_of(number: int) -> bytes:
 def plain_surplus(ledger: DiskIndex, now_s: float, room: int) -> list[bytes]:
     """Choose the pages to evict one by one, each the worst of the remaining pages."""
     left = dict(ledger.entries)
-    kept: set[bytes] = set()
+    kept_names: set[bytes] = set()
 
     def family(name: bytes) -> list[Entry]:
         """Return the entries of a page and of all pages that continue it."""
@@ -28,19 +28,19 @@ def plain_surplus(ledger: DiskIndex, now_s: float, room: int) -> list[bytes]:
     until = {name: max(entry.used_s for entry in family(name)) for name in left}
     score = {name: max(entry.score(now_s) for entry in family(name)) for name in left}
     while True:
-        asked = [n for n in left if until[n] > now_s and n not in kept]
-        if not asked:
+        wanted_names = [n for n in left if until[n] > now_s and n not in kept_names]
+        if not wanted_names:
             break
-        best = max(asked, key=lambda name: (until[name], -left[name].index))
-        if sum(left[name].num_bytes for name in (*kept, best)) > ledger.max_bytes // 2:
+        best = max(wanted_names, key=lambda name: (until[name], -left[name].index))
+        if sum(left[name].num_bytes for name in (*kept_names, best)) > ledger.max_bytes // 2:
             break
-        kept.add(best)
-    gone = []
+        kept_names.add(best)
+    removed_names = []
     while left and sum(e.num_bytes for e in left.values()) + room > ledger.max_bytes:
-        worst = min(left, key=lambda name: (name in kept, score[name], -left[name].index))
-        gone.append(worst)
+        worst = min(left, key=lambda name: (name in kept_names, score[name], -left[name].index))
+        removed_names.append(worst)
         del left[worst]
-    return gone
+    return removed_names
 
 
 @pytest.mark.seeds(60)
@@ -51,7 +51,9 @@ def test_the_index_chooses_as_its_plain_twin(seed: int) -> None:
         used_s = NOW_S + rng.choice((-1e6, -100.0, -1.0, 50.0, 1e5)) * rng.random()
         entry = Entry(rng.randint(50, 150), rng.random(), rng.randrange(9), used_s)
         entry.num_uses = rng.randint(1, 4)
-        earlier = [n for n, one in ledger.entries.items() if one.index < entry.index]
+        earlier = [
+            n for n, other_entry in ledger.entries.items() if other_entry.index < entry.index
+        ]
         if earlier and rng.random() < 0.8:
             entry.previous = rng.choice(earlier)
         ledger.add(name_of(number), entry)
@@ -67,8 +69,8 @@ def test_a_page_never_goes_before_those_that_need_it(seed: int) -> None:
     rng = random.Random(seed)
     sequences = [[(0, s)] * 3 + [(s, index) for index in range(rng.randint(0, 9))] for s in (0, 1)]
     keys = [list(enumerate(sequence)) for sequence in sequences]
-    known = sorted({key for row in keys for key in row})
-    chains = [[name_of(known.index(key)) for key in row] for row in keys]
+    all_keys = sorted({key for row in keys for key in row})
+    chains = [[name_of(all_keys.index(key)) for key in row] for row in keys]
     ledger, now_s = DiskIndex(10**9), NOW_S
     for _ in range(40):
         chain = rng.choice(chains)
@@ -78,16 +80,18 @@ def test_a_page_never_goes_before_those_that_need_it(seed: int) -> None:
             now_s += rng.choice((1.0, 300.0))
             end, until_s = at + rng.randint(1, 5), now_s + keep_s
             saved_s = min(end, len(chain)) * 0.1
-            for place, name in [*enumerate(chain)][at:end]:
-                before = chain[place - 1] if place else b""
+            for page_index, name in [*enumerate(chain)][at:end]:
+                before = chain[page_index - 1] if page_index else b""
                 if name in ledger.entries:
                     ledger.use(name, saved_s, until_s)
                 else:
-                    ledger.add(name, Entry(100, saved_s, place, until_s, previous=before))
+                    ledger.add(name, Entry(100, saved_s, page_index, until_s, previous=before))
             at = end
     for total in range(100, ledger.num_bytes, 300):
         ledger.max_bytes = total
-        gone = set(ledger.surplus(now_s, 0))
+        removed_names = set(ledger.surplus(now_s, 0))
         for chain in chains:
-            there = [name not in gone for name in chain if name in ledger.entries]
-            assert there == sorted(there, reverse=True), "a page is left that cannot be reached"
+            is_stored = [name not in removed_names for name in chain if name in ledger.entries]
+            assert is_stored == sorted(is_stored, reverse=True), (
+                "a page is left that cannot be reached"
+            )

@@ -76,8 +76,8 @@ def answer(client: Client, prompt: list[int], **options: Any) -> tuple[tuple[int
 
 
 def totals(client: Client) -> TierTotals:
-    (found,) = client.loop.snapshot().tiers
-    return found
+    (tier_totals,) = client.loop.snapshot().tiers
+    return tier_totals
 
 
 def test_pages_used_twice_are_found_after_a_restart(tmp_path: Path) -> None:
@@ -147,8 +147,8 @@ def test_pages_of_the_first_chunk_outlast_those_that_continue_it(tmp_path: Path)
         ledger.add(bytes.fromhex(path.parent.name + path.name), entry)
     assert len({entry.saved_s for entry in ledger.entries.values()}) == 3
     ledger.max_bytes = 1
-    gone = [ledger.entries[name].index for name in ledger.surplus(time.time(), 0)]
-    assert gone == [5, 4, 3, 2, 1, 0]
+    removed_indices = [ledger.entries[name].index for name in ledger.surplus(time.time(), 0)]
+    assert removed_indices == [5, 4, 3, 2, 1, 0]
 
 
 def test_steps_are_timed_for_kv_offload_also_without_drafts(tmp_path: Path) -> None:
@@ -275,8 +275,8 @@ def test_a_tier_that_fails_or_is_slow_costs_no_request(tmp_path: Path, fault: st
         assert time.monotonic() - began_s < 20.0, "it waited longer than computing takes"
         assert tier.num_fetched == (0 if fault in {"find", "known to be slow"} else 1)
         if fault == "hangs":
-            held = client.loop.pages.scheduler.prefix_cache.transfers.num_held_pages
-            assert held, "a page was given back that may still be written"
+            num_held_pages = client.loop.pages.scheduler.prefix_cache.transfers.num_held_pages
+            assert num_held_pages, "a page was given back that may still be written"
             assert answer(client, PROMPT)[0] == tokens
         tier.gate.set()
 
@@ -367,12 +367,12 @@ def test_pages_offered_while_the_writer_goes_to_sleep_are_written(tmp_path: Path
     with engine(tmp_path) as (client, paging):
         clear = paging._has_offers.clear
 
-        def late() -> None:
+        def clear_late() -> None:
             paging._has_offers.clear = clear
             paging._offer([bytes(32)], 0, 1, 0.0)
             clear()
 
-        paging._has_offers.clear = late
+        paging._has_offers.clear = clear_late
         answer(client, PROMPT, hints=Hints(keep_s=60.0))
         assert paging.flush(5.0)
 

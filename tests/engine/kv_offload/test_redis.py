@@ -92,9 +92,9 @@ def test_damaged_pages_and_pages_of_another_spec_are_misses(
     for number in range(4):
         put(tier, number)
     key = tier._key(kind().name(KEYS[0]))
-    whole, *others = (client.get(tier._key(kind().name(k))) for k in KEYS[:4])
+    page_bytes, *others = (client.get(tier._key(kind().name(k))) for k in KEYS[:4])
     for damage in DAMAGES.values():
-        client.set(key, damage(rng, whole, others))
+        client.set(key, damage(rng, page_bytes, others))
         assert get(tier, 0) is None
         assert not client.exists(key)
     assert "A damaged page was removed from the page store" in caplog.text
@@ -184,10 +184,10 @@ def test_the_password_is_checked_at_the_start_and_never_shown(
     with store(tmp_path, "--requirepass", "p@ss/word") as server:
         host = server.url.removeprefix("redis://")
         for wrong in (server.url, f"redis://:hunter2@{host}"):
-            with pytest.raises(UsageError, match=host) as told:
+            with pytest.raises(UsageError, match=host) as error_info:
                 RedisTier(wrong, kind())
-            assert "hunter2" not in str(told.value)
-            assert str(told.value).endswith(".")
+            assert "hunter2" not in str(error_info.value)
+            assert str(error_info.value).endswith(".")
         assert put(RedisTier(f"redis://:p%40ss%2Fword@{host}", kind()), 1)
         monkeypatch.setenv("TWOSTROKE_STORE_PASSWORD", "p@ss/word")
         tier = RedisTier(server.url, kind())
@@ -197,10 +197,10 @@ def test_the_password_is_checked_at_the_start_and_never_shown(
 
 
 def test_a_password_for_a_server_without_one_is_reported_in_sentences(tmp_path: Path) -> None:
-    with store(tmp_path) as server, pytest.raises(UsageError) as told:
+    with store(tmp_path) as server, pytest.raises(UsageError) as error_info:
         RedisTier(server.url.replace("//", "//:secret@"), kind())
-    assert "without any password" in str(told.value)
-    assert not str(told.value).endswith("?.")
+    assert "without any password" in str(error_info.value)
+    assert not str(error_info.value).endswith("?.")
 
 
 def test_a_store_is_reached_by_tls(tmp_path: Path) -> None:
@@ -226,9 +226,9 @@ def test_a_secret_that_is_not_one_is_refused(
 
 @pytest.mark.parametrize("url", ["redis://:pass/word@h", "redis://h:abc", "redis://h?colour=red"])
 def test_a_url_that_is_not_one_is_refused(url: str) -> None:
-    with pytest.raises(UsageError, match="must be a URL such as") as told:
+    with pytest.raises(UsageError, match="must be a URL such as") as error_info:
         check_store(url)
-    assert "pass" not in str(told.value)
+    assert "pass" not in str(error_info.value)
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPT = [3 + i * i % 200 for i in range(100)]  # 6 pages, and 4 tokens
-KEPT = Hints(keep_s=3600.0)
+KEEP_HINTS = Hints(keep_s=3600.0)
 
 
 class FaultyStates(DiskTier):
@@ -108,7 +108,7 @@ def num_state_bytes(client: Client) -> int:
 def write(folder: Path) -> tuple[tuple[int, ...], list[Path]]:
     """Answer the prompt, and keep its pages; return the answer and the files of snapshots."""
     with engine(folder) as (client, manager):
-        tokens, num_cached = answer(client, PROMPT, hints=KEPT)
+        tokens, num_cached = answer(client, PROMPT, hints=KEEP_HINTS)
         assert num_cached == 0
         assert manager.flush(5.0)
         (totals,) = client.loop.snapshot().tiers
@@ -183,7 +183,7 @@ def test_a_damaged_snapshot_is_removed_and_computed(tmp_path: Path, damage: str)
     else:
         with engine(tmp_path / "other", model="other") as (client, manager):
             prompt = PROMPT if damage == "another model" else PROMPT[5:]
-            answer(client, prompt, hints=KEPT)
+            answer(client, prompt, hints=KEEP_HINTS)
             assert manager.flush(5.0)
             (other,) = state_files(tmp_path / "other", num_state_bytes(client))
         data[:] = other.read_bytes()
@@ -242,12 +242,12 @@ def test_the_limit_of_the_folder_counts_snapshots(tmp_path: Path) -> None:
     with engine(tmp_path) as (client, _):
         state_bytes = num_state_bytes(client)
     with engine(tmp_path, max_bytes=state_bytes) as (client, manager):
-        answer(client, PROMPT, hints=KEPT)
+        answer(client, PROMPT, hints=KEEP_HINTS)
         assert manager.flush(5.0)
         assert not state_files(tmp_path, state_bytes), "larger than the folder may be"
     with engine(tmp_path, max_bytes=2 * state_bytes + 1000) as (client, manager):
         for start in range(5):
-            answer(client, [start, *PROMPT], hints=KEPT)
+            answer(client, [start, *PROMPT], hints=KEEP_HINTS)
         assert manager.flush(5.0)
         assert len(state_files(tmp_path, state_bytes)) == 1
         assert sum(path.stat().st_size for path in stored_pages(tmp_path / "pages")) <= (
@@ -342,7 +342,7 @@ def test_snapshots_are_shared_by_a_store_in_several_entries(
     monkeypatch.setattr("twostroke.engine.kv_offload.redis._MAX_ENTRY_BYTES", 10_000)
     with store(tmp_path) as server:
         with engine(tmp_path / "a", url=server.url) as (client, manager):
-            tokens, _ = answer(client, PROMPT, hints=KEPT)
+            tokens, _ = answer(client, PROMPT, hints=KEEP_HINTS)
             assert manager.flush(5.0)
             assert num_state_bytes(client) > 20_000
         with engine(tmp_path / "b", url=server.url) as (client, _):

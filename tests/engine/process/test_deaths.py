@@ -80,7 +80,10 @@ def test_what_was_cancelled_is_not_asked_of_the_next_process(model: str) -> None
         async with started(model, max_running=1, token_budget=8) as engine:
             running = await start_generation(engine, LONG)
             await first_of(running)
-            left, kept = await start_generation(engine, LONG), await start_generation(engine)
+            left, kept_generation = (
+                await start_generation(engine, LONG),
+                await start_generation(engine),
+            )
             os.kill(engine.supervisor.pid, signal.SIGSTOP)  # it reads no cancellation
             for outputs in (left, running):
                 outputs.cancel()
@@ -88,7 +91,7 @@ def test_what_was_cancelled_is_not_asked_of_the_next_process(model: str) -> None
             for outputs in (left, running):
                 reasons = [output.finish_reason async for output in outputs]
                 assert reasons[-1] is FinishReason.CANCEL
-            assert await texts(kept)
+            assert await texts(kept_generation)
             assert (await idle(engine)).snapshot.services["default"].answers == 1
 
     asyncio.run(run())
@@ -227,12 +230,12 @@ def test_what_is_cancelled_while_its_constraint_is_compiled_does_not_run(model: 
     with build(model, options()) as engine:
         recorder = Recorder()
         handler = RequestHandler(engine, cast("Any", recorder))
-        held, compiled = threading.Event(), handler._compiler.submit(int)
-        handler._compiler.submit(held.wait)
+        compiler_gate, compiled = threading.Event(), handler._compiler.submit(int)
+        handler._compiler.submit(compiler_gate.wait)
         compiled.result()
         handler._handle(wire.Generate(1, PROMPTS, params, ANYONE, NO_HINTS))
         handler._handle(wire.Cancel(1))
-        held.set()
+        compiler_gate.set()
         handler._compiler.submit(int).result()
         ends = [o for m in recorder.sent if isinstance(m, wire.OutputBatch) for _, o in m.outputs]
     assert [output.finish_reason for output in ends][-2:] == [FinishReason.CANCEL] * 2

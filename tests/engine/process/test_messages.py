@@ -70,13 +70,13 @@ def test_requests_arrive_as_they_were_however_they_are_cut() -> None:
     data = b"".join(map(from_server, REQUESTS))
     rng = random.Random(1)
     for _ in range(20):
-        reader, found, start = MessageReader(wire.RECEIVED_BY_ENGINE), list[Any](), 0
+        reader, messages, start = MessageReader(wire.RECEIVED_BY_ENGINE), list[Any](), 0
         while start < len(data):
             end = start + rng.randrange(1, 200)
             reader.received += data[start:end]
-            found += iter(reader.next, None)
+            messages += iter(reader.next, None)
             start = end
-        assert found == REQUESTS
+        assert messages == REQUESTS
 
 
 def test_messages_are_taken_even_if_the_reader_stops_at_one() -> None:
@@ -94,9 +94,9 @@ def test_outputs_arrive_as_they_were(shape: tuple[int, ...]) -> None:
     vector = np.arange(4, dtype=np.float32).reshape(shape)
     output = wire.OutputBatch([(1, Output(0, "hello", (5,))), (2, LAST), (3, Output(0, "", ()))])
     output.outputs[2][1].embedding = vector
-    (found,) = received(wire.RECEIVED_BY_SERVER, from_engine(output))
-    assert found.outputs[:2] == output.outputs[:2]
-    assert np.array_equal(found.outputs[2][1].embedding, vector)
+    (message,) = received(wire.RECEIVED_BY_SERVER, from_engine(output))
+    assert message.outputs[:2] == output.outputs[:2]
+    assert np.array_equal(message.outputs[2][1].embedding, vector)
 
 
 @pytest.mark.parametrize(
@@ -108,17 +108,17 @@ def test_outputs_arrive_as_they_were(shape: tuple[int, ...]) -> None:
     ],
 )
 def test_errors_arrive_with_their_class_and_their_sentence(error: TwostrokeError) -> None:
-    (found,) = received(wire.RECEIVED_BY_SERVER, from_engine(wire.Accepted(1, error)))
-    assert type(found.error) is type(error)
-    assert found.error.sentence(str.upper) == error.sentence(str.upper)
-    assert found.error.field == error.field
+    (message,) = received(wire.RECEIVED_BY_SERVER, from_engine(wire.Accepted(1, error)))
+    assert type(message.error) is type(error)
+    assert message.error.sentence(str.upper) == error.sentence(str.upper)
+    assert message.error.field == error.field
 
 
 def test_an_error_of_the_server_arrives_as_what_both_ends_know() -> None:
-    (found,) = received(
+    (message,) = received(
         wire.RECEIVED_BY_SERVER, from_engine(wire.Accepted(1, ServerStoppingError("over")))
     )
-    assert found.error.code == "engine_stopped"
+    assert message.error.code == "engine_stopped"
 
 
 def test_a_frame_that_is_too_large_is_refused_by_its_head() -> None:
@@ -138,10 +138,10 @@ def test_damaged_frames_are_refused_or_are_messages(seed: int) -> None:
             del body[rng.randrange(len(body)) :]
         frame = len(body).to_bytes(4, "little") + body
         try:
-            (found,) = received(wire.RECEIVED_BY_ENGINE, frame)
+            (decoded,) = received(wire.RECEIVED_BY_ENGINE, frame)
         except InvalidMessageError:
             continue
-        assert isinstance(found, (*map(type, REQUESTS), wire.EmbedTexts))
+        assert isinstance(decoded, (*map(type, REQUESTS), wire.EmbedTexts))
 
 
 def test_a_message_of_the_other_side_is_refused() -> None:

@@ -45,9 +45,9 @@ def run(test: Callable[[Callable[..., None]], None]) -> None:
     asyncio.run(inside())
 
 
-def refused(submit: Callable[..., None], said: str, *lengths: int, **who: Any) -> None:
-    with pytest.raises(OverloadedError, match=said) as caught:
-        submit(*lengths, **who)
+def refused(submit: Callable[..., None], message: str, *lengths: int, **submitter: Any) -> None:
+    with pytest.raises(OverloadedError, match=message) as caught:
+        submit(*lengths, **submitter)
     assert caught.value.facts["room_s"] == 1.5
 
 
@@ -95,8 +95,8 @@ def test_a_timeout_that_the_engine_did_not_keep_says_whether_anything_was_comput
         pending.add(outputs)
         outputs.has_started = has_begun
         pending.end_timed_out()
-        with pytest.raises(DeadlineError) as late:
+        with pytest.raises(DeadlineError) as late_error:
             await outputs.accepted
-        assert late.value.facts["is_unrun"] is not has_begun
+        assert late_error.value.facts["is_unrun"] is not has_begun
 
     asyncio.run(work())

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 TEXTS = ["hello the world is in the world is in", "the and the and " * 4, "a", "ing er is of"]
 FORM = Constraint("regex", r"(hello|help)( the (world|moon)){1,4}\.")
-ASKED = [
+PARAMS = [
     SamplingParams(temperature=0, max_tokens=30, ignore_eos=True),
     SamplingParams(temperature=0.8, max_tokens=25, seed=1, logprobs=2, n=3),
     SamplingParams(max_tokens=20, seed=3, repetition_penalty=1.3, frequency_penalty=0.5),
@@ -55,14 +55,14 @@ def engine_of(
 ) -> Iterator[tuple[LLM, Ranks]]:
     """Yield an engine on ranks; each call of the backend loses a rank with the given `chance`."""
     native_dir()
-    made: list[Ranks] = []
+    backends: list[Ranks] = []
     create_backend = recipe_module.create_backend
 
     def make(*args: Any, **kwargs: Any) -> Any:
         result = create_backend(*args, **kwargs)
         if kwargs["share_threads_with"] is not None:
             return result  # a draft model's backend
-        made.append(Ranks(result, steps_ahead))
+        backends.append(Ranks(result, steps_ahead))
         return result
 
     options = EngineOptions(
@@ -75,14 +75,14 @@ def engine_of(
         patch.setattr(recipe_module, "create_backend", make)
         llm = LLM(str(path), options)
     with llm:
-        made[0].chance = chance
-        yield llm, made[0]
-        made[0].chance = 0.0
+        backends[0].chance = chance
+        yield llm, backends[0]
+        backends[0].chance = 0.0
 
 
-def said(llm: LLM) -> list[Any]:
+def output_parts(llm: LLM) -> list[Any]:
     """Return all answers, without log-probabilities where these depend on a step's rows."""
-    prompts = [text for text in TEXTS for _ in ASKED]
+    prompts = [text for text in TEXTS for _ in PARAMS]
     is_exact = llm.engine.client.loop.facts.name == "cpu"
     return [
         (
@@ -93,7 +93,7 @@ def said(llm: LLM) -> list[Any]:
             if is_exact
             else len(answer.prompt_logprobs or ()),
         )
-        for answers in llm.generate(prompts, ASKED * len(TEXTS))
+        for answers in llm.generate(prompts, PARAMS * len(TEXTS))
         for answer in answers
     ]
 
@@ -119,11 +119,11 @@ def test_tokens_do_not_depend_on_steps_in_flight_or_lost_ranks(
     if method in {"eagle", "medusa"}:
         speculation["heads"] = str(write_random_heads(tmp_path / method, path, method))
     with engine_of(path, backend, 0, 0.0, method="off") as (llm, _):
-        plain = said(llm)
+        plain = output_parts(llm)
     num_losses = 0
     for steps_ahead, chance in ((0, 0.05), (1, 0.0), (2, 0.05)):
         with engine_of(path, backend, steps_ahead, chance, **speculation) as (llm, ranks):
-            assert said(llm) == plain
+            assert output_parts(llm) == plain
             loop = llm.engine.client.loop
             stats, speculation_stats = loop.snapshot().scheduler, loop.snapshot().speculation
             assert not loop.speculator._failed
@@ -137,10 +137,10 @@ def test_tokens_do_not_depend_on_steps_in_flight_or_lost_ranks(
 
 @contextmanager
 def client_of(folder: Path, steps_ahead: int) -> Iterator[tuple[Client, Backend, Ranks]]:
-    made: list[Ranks] = []
+    backends: list[Ranks] = []
 
     def lose(backend: Backend) -> None:
-        made.append(Ranks(backend, steps_ahead, seed=1))
+        backends.append(Ranks(backend, steps_ahead, seed=1))
 
     with tiny_client(
         folder, prepare=lose, steps_ahead=steps_ahead, token_budget=32, max_running=8
@@ -148,7 +148,7 @@ def client_of(folder: Path, steps_ahead: int) -> Iterator[tuple[Client, Backend,
         client,
         backend,
     ):
-        yield client, backend, made[0]
+        yield client, backend, backends[0]
 
 
 def answers(client: Client, prompts: list[list[int]]) -> list[tuple[int, ...] | str]:
@@ -172,15 +172,15 @@ def test_requests_come_and_go_while_ranks_are_replaced(tmp_path: Path, steps_ahe
         wait_for(lambda: client.loop.health is Health.RECOVERING)
         ranks.chance = 0.0
         generations += [client.generate(prompt, GREEDY) for prompt in PROMPTS[3:]]
-        for one in (1, 3):
-            generations[one].cancel()
+        for index in (1, 3):
+            generations[index].cancel()
         ranks.gate.set()
         results = [generation.wait()[0] for generation in generations]
-        for one, answer in enumerate(results):
-            if one in (1, 3):
+        for index, answer in enumerate(results):
+            if index in (1, 3):
                 assert answer.finish_reason is FinishReason.CANCEL
             else:
-                assert answer.token_ids == expected[one]
+                assert answer.token_ids == expected[index]
         assert client.loop.health is Health.READY
         assert client.loop.snapshot().scheduler.num_referenced_pages == 0
 
@@ -234,8 +234,8 @@ def test_an_engine_that_closes_does_not_wait_for_a_recovery(tmp_path: Path) -> N
 def test_ranks_that_get_lost_in_every_step_are_given_up(tmp_path: Path) -> None:
     with client_of(tmp_path, 1) as (client, _, ranks):
         ranks.chance = 1.0
-        [found] = answers(client, [[5]])
-        assert found == "The engine stopped: Rank 1 does not answer."
+        [answer] = answers(client, [[5]])
+        assert answer == "The engine stopped: Rank 1 does not answer."
         assert ranks.num_losses == 4
 
 

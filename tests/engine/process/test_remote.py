@@ -62,19 +62,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_answers_are_those_of_an_engine_in_this_process(model: str) -> None:
     seeded = SamplingParams(max_tokens=12, seed=5, n=2, stop=["q"], logprobs=2)
-    held = SamplingParams(
+    constrained = SamplingParams(
         max_tokens=5, temperature=0, constraint=Constraint("regex", "(ab)+", "guided_regex")
     )
 
     async def run(engine: ServedEngine) -> list[Any]:
         result: list[Any] = []
-        for params in (GREEDY, seeded, held):
-            said: dict[int, list[Any]] = {}
+        for params in (GREEDY, seeded, constrained):
+            parts_by_index: dict[int, list[Any]] = {}
             async for output in await engine.generate(PROMPTS, params, ANYONE, NO_HINTS):
                 parts = output.text, output.token_ids, output.logprobs
                 ends = output.finish_reason, output.stop, output.usage
-                said.setdefault(output.index, []).append((parts, ends))
-            result.append(said)
+                parts_by_index.setdefault(output.index, []).append((parts, ends))
+            result.append(parts_by_index)
         vectors = await engine.embed(PROMPTS, EmbeddingParams(), ANYONE)
         result += [
             (vector.index, np.asarray(vector.embedding).tobytes()) async for vector in vectors
@@ -82,13 +82,13 @@ def test_answers_are_those_of_an_engine_in_this_process(model: str) -> None:
         result.append(await engine.compile(Constraint("regex", "a*")))
         return result
 
-    async def there() -> list[Any]:
+    async def run_in_process() -> list[Any]:
         async with started(model) as engine:
             return await run(engine)
 
     with build(model, options()) as engine:
-        here = asyncio.run(run(LocalEngine(engine.client)))
-    assert asyncio.run(there()) == here
+        local_answers = asyncio.run(run(LocalEngine(engine.client)))
+    assert asyncio.run(run_in_process()) == local_answers
 
 
 def test_refusals_are_those_of_the_engine(model: str) -> None:
@@ -101,12 +101,12 @@ def test_refusals_are_those_of_the_engine(model: str) -> None:
             with pytest.raises(RequestError) as caught:
                 await engine.compile(Constraint("regex", "(", "guided_regex"))
             assert caught.value.field == "guided_regex"
-            kept = [await start_generation(engine, LONG)]
-            await first_of(kept[0])
-            kept += [await start_generation(engine, LONG) for _ in range(2)]
+            generations = [await start_generation(engine, LONG)]
+            await first_of(generations[0])
+            generations += [await start_generation(engine, LONG) for _ in range(2)]
             with pytest.raises(OverloadedError):
                 await start_generation(engine)
-            for outputs in kept:
+            for outputs in generations:
                 outputs.cancel()
 
     asyncio.run(run())
@@ -216,11 +216,11 @@ def test_an_engine_that_dies_at_each_start_is_given_up(
     model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(supervisor, "BACK_OFF_S", (0.0, 0.01))
-    ended = []
+    end_counts = []
 
     async def run() -> None:
         with RemoteEngine.start(model, options(), "warning", lambda *_: None) as engine:
-            engine.attach(lambda: ended.append(1))
+            engine.attach(lambda: end_counts.append(1))
             monkeypatch.setattr(launch, "_ENTRY_MODULE", "twostroke.no_such_module")
             os.kill(engine.supervisor.pid, signal.SIGKILL)
             await until(lambda: engine.health is Health.RECOVERING)
@@ -234,7 +234,7 @@ def test_an_engine_that_dies_at_each_start_is_given_up(
                 await engine.compile(Constraint("regex", "a"))
 
     asyncio.run(run())
-    assert ended == [1]
+    assert end_counts == [1]
     assert "exit code 1" in caplog.text
 
 
@@ -348,12 +348,12 @@ def test_an_output_that_overtakes_the_acceptance_is_read(model: str) -> None:
 
     async def run() -> list[str]:
         async with faked(model) as (engine, process):
-            asked = asyncio.create_task(start_generation(engine))
+            generation_task = asyncio.create_task(start_generation(engine))
             await until(process.is_asked)
             process.say(wire.OutputBatch([(1, end)]))
             process.say(wire.Accepted(1))
             async with asyncio.timeout(5):
-                return await texts(await asked)
+                return await texts(await generation_task)
 
     assert asyncio.run(run()) == ["x"]
 

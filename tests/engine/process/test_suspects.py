@@ -63,12 +63,12 @@ def test_what_was_there_at_two_deaths_runs_alone() -> None:
             calls.submit(8, begins=True)
             calls.die()
         other = calls.submit(1, begins=True)
-        suspect, late = calls.submit(7), calls.submit(2)
+        suspect, late_call = calls.submit(7), calls.submit(2)
         assert calls.sent == [other.message.id]  # it waits for the other, and others for it
         calls.pending.remove(other)
         assert calls.sent == [other.message.id, suspect.message.id]
         calls.pending.on_output(suspect)
-        assert calls.sent[2:] == [late.message.id]
+        assert calls.sent[2:] == [late_call.message.id]
 
     run(work())
 
@@ -79,10 +79,10 @@ def test_a_suspect_that_leaves_lets_others_go() -> None:
         for _ in range(2):
             calls.submit(7, begins=True)
             calls.die()
-        suspect, late = calls.submit(7), calls.submit(2)
+        suspect, late_call = calls.submit(7), calls.submit(2)
         assert calls.sent == [suspect.message.id]
         calls.pending.remove(suspect)
-        assert calls.sent[1:] == [late.message.id]
+        assert calls.sent[1:] == [late_call.message.id]
 
     run(work())
 
@@ -94,10 +94,10 @@ def test_a_suspect_that_waits_does_not_hold_up_others_for_ever() -> None:
             calls.submit(7, begins=True)
             calls.die()
         calls.submit(7)
-        late = calls.submit(2)
+        late_call = calls.submit(2)
         calls.die()  # before it has begun
         assert calls.sent == [3]
-        assert late.message.id in calls.pending.unsent
+        assert late_call.message.id in calls.pending.unsent
 
     run(work())
 
@@ -149,12 +149,12 @@ def test_after_a_third_death_a_request_stays_alone_to_its_end() -> None:
         assert joined.message.id in calls.sent  # it joined after the first output
         calls.die()
         assert not calls.pending.crash_history.is_refused(suspect.message)
-        again = calls.submit(7, begins=True)
-        late = calls.submit(2)
-        calls.pending.on_output(again)
-        assert late.message.id in calls.pending.unsent
-        calls.pending.remove(again)
-        assert late.message.id in calls.sent
+        repeated_call = calls.submit(7, begins=True)
+        late_call = calls.submit(2)
+        calls.pending.on_output(repeated_call)
+        assert late_call.message.id in calls.pending.unsent
+        calls.pending.remove(repeated_call)
+        assert late_call.message.id in calls.sent
 
     run(work())
 

@@ -105,15 +105,17 @@ def test_the_right_drafts_are_the_longest_matching_path(seed):
     parents = [rng.randrange(-1, i) for i in range(rng.randint(1, 12))]
     drafts = [rng.randrange(2) for _ in parents]
     steps, _, _, slice_ = waiting_slice(256)
-    taken = steps.scheduler.add_drafts(slice_, drafts, parents)
-    assert sorted(taken) == list(range(len(parents)))
+    taken_drafts = steps.scheduler.add_drafts(slice_, drafts, parents)
+    assert sorted(taken_drafts) == list(range(len(parents)))
     text = [rng.randrange(2) for _ in range(14)]  # what would be drawn
     result = parents_of(len(drafts), slice_.branches)
     depths = [len(path_to(i, result)) for i in range(len(drafts))]
-    drawn = [text[0], *(text[depth] for depth in depths)]
-    right = accepted_drafts(slice_.drafts, slice_.branches, drawn)
-    said = [slice_.drafts[i] for i in right]
-    assert said == text[: len(said)]
+    drawn_tokens = [text[0], *(text[depth] for depth in depths)]
+    right = accepted_drafts(slice_.drafts, slice_.branches, drawn_tokens)
+    drafted_tokens = [slice_.drafts[i] for i in right]
+    assert drafted_tokens == text[: len(drafted_tokens)]
     assert [result[i] for i in right] == [ROOT, *right][: len(right)]
     ways = ([drafts[i] for i in path_to(node, parents)] for node in range(len(drafts)))
-    assert len(said) == max((len(way) for way in ways if way == text[: len(way)]), default=0)
+    assert len(drafted_tokens) == max(
+        (len(way) for way in ways if way == text[: len(way)]), default=0
+    )

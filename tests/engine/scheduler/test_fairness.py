@@ -57,26 +57,30 @@ class Service:
 class Backlog:
     """Keeps requests of one tenant waiting; `draw` gives their lengths."""
 
-    def __init__(self, service: Service, tenant: str, weight: float, seed: int, most: int) -> None:
+    def __init__(
+        self, service: Service, tenant: str, weight: float, seed: int, max_queued: int
+    ) -> None:
         self._service, self._tenant, self._weight = service, tenant, weight
-        self._rng, self._most = random.Random(seed), most
+        self._rng, self._max_queued = random.Random(seed), max_queued
         self.open: list[Request] = []
 
     def fill(self, depth: int) -> None:
         self.open = [request for request in self.open if not request.is_finished]
         while len(self.open) < depth:
-            prompt = [self._rng.randrange(1, 999) for _ in range(self._rng.randint(1, self._most))]
-            max_tokens = self._rng.randint(1, self._most)
+            prompt = [
+                self._rng.randrange(1, 999) for _ in range(self._rng.randint(1, self._max_queued))
+            ]
+            max_tokens = self._rng.randint(1, self._max_queued)
             options = {"weight": self._weight, "max_tokens": max_tokens}
             self.open.append(self._service.add(self._tenant, prompt, **options))
 
 
-@pytest.mark.parametrize("most", [(20, 20), (5, 60)], ids=["alike", "short and long"])
+@pytest.mark.parametrize("max_queued", [(20, 20), (5, 60)], ids=["alike", "short and long"])
 @pytest.mark.parametrize("weight", [1.0, 3.0])
-def test_tenants_with_a_backlog_get_tokens_by_their_weights(most, weight):
+def test_tenants_with_a_backlog_get_tokens_by_their_weights(max_queued, weight):
     service = Service()
-    light = Backlog(service, "light", 1.0, 1, most[0])
-    heavy = Backlog(service, "heavy", weight, 2, most[1])
+    light = Backlog(service, "light", 1.0, 1, max_queued[0])
+    heavy = Backlog(service, "heavy", weight, 2, max_queued[1])
     at_half: Counter[str] = Counter()
     for number in range(2000):
         light.fill(40)
@@ -84,35 +88,35 @@ def test_tenants_with_a_backlog_get_tokens_by_their_weights(most, weight):
         service.step()
         if number == 500:
             at_half = Counter(service.computed)
-    late = service.computed - at_half
-    assert late["heavy"] / late["light"] == pytest.approx(weight, rel=0.05)
+    later_tokens = service.computed - at_half
+    assert later_tokens["heavy"] / later_tokens["light"] == pytest.approx(weight, rel=0.05)
 
 
 def test_cached_prompts_are_not_charged():
     service = Service(cache=True)
     shared = list(range(1, 49))
     requests: dict[str, list[Request]] = {"same": [], "fresh": []}
-    ended: Counter[str] = Counter()
+    finished_counts: Counter[str] = Counter()
     for number in range(2000):
         for tenant, mine in requests.items():
-            ended[tenant] += sum(request.is_finished for request in mine)
+            finished_counts[tenant] += sum(request.is_finished for request in mine)
             mine[:] = [request for request in mine if not request.is_finished]
             while len(mine) < 30:
                 prompt = shared if tenant == "same" else [number % 997 + 1, *shared]
                 mine.append(service.add(tenant, prompt, max_tokens=8))
         service.step()
     assert service.computed["same"] / service.computed["fresh"] == pytest.approx(1, rel=0.05)
-    assert ended["same"] > 2 * ended["fresh"]
+    assert finished_counts["same"] > 2 * finished_counts["fresh"]
 
 
 def test_one_tenant_is_served_in_the_order_of_arrival_and_priority():
-    rng, most = random.Random(5), 7
-    scheduler = Service(max_overtakes=most, max_running=2, token_budget=4).scheduler
+    rng, max_overtakes = random.Random(5), 7
+    scheduler = Service(max_overtakes=max_overtakes, max_running=2, token_budget=4).scheduler
     arrivals = []
     for arrival in range(300):
         request = make_request(f"r{arrival}", rng.randint(1, 30), priority=rng.randint(-2, 2))
         scheduler.add(request)
-        arrivals.append((arrival + most * request.priority, arrival, request.id))
+        arrivals.append((arrival + max_overtakes * request.priority, arrival, request.id))
         if rng.random() < 0.5:
             plan = scheduler.plan()
             num = sum(slice_.num_drawn for slice_ in plan.slices)
@@ -124,10 +128,10 @@ def test_one_tenant_is_served_in_the_order_of_arrival_and_priority():
     assert len(right) > 100
 
 
-@pytest.mark.parametrize("most", [0, 1, 8, 50])
-def test_a_request_is_passed_by_a_bounded_number_of_later_ones(most):
+@pytest.mark.parametrize("max_overtakes", [0, 1, 8, 50])
+def test_a_request_is_passed_by_a_bounded_number_of_later_ones(max_overtakes):
     """This holds for any tenants, also for tenants that were served little before."""
-    rng, service = random.Random(most), Service(max_overtakes=most)
+    rng, service = random.Random(max_overtakes), Service(max_overtakes=max_overtakes)
     waiting: list[tuple[int, Request]] = []
     num_passed = 0
     for arrival in range(600):
@@ -141,15 +145,16 @@ def test_a_request_is_passed_by_a_bounded_number_of_later_ones(most):
             service.scheduler.finish(rng.choice(waiting)[1], FinishReason.CANCEL)
         waiting = [(number, request) for number, request in waiting if not request.is_finished]
         ranks = [
-            (service.scheduler._states[one.id].priority_key, number, one) for number, one in waiting
+            (service.scheduler._states[waiting_request.id].priority_key, number, waiting_request)
+            for number, waiting_request in waiting
         ]
         for at, (rank, number, request) in enumerate(ranks):
             for other, later, passer in ranks[at + 1 :]:
                 if other < rank:
                     levels = request.priority - passer.priority
-                    assert later - number < most * (levels + 1), "too far"
+                    assert later - number < max_overtakes * (levels + 1), "too far"
                     num_passed += 1
-    assert num_passed >= 100 * bool(most)
+    assert num_passed >= 100 * bool(max_overtakes)
 
 
 def test_every_request_ends_in_a_bounded_number_of_steps_while_new_tenants_keep_coming():
@@ -178,9 +183,9 @@ def test_a_trickle_starts_at_once_beside_a_flood_and_reads_before_its_long_promp
     trickle = service.add("trickle", 40, max_tokens=2)
     service.step()
     assert trickle.num_output == 1, "the flood's half-read prompt went before it"
-    again = service.add("trickle", 40, max_tokens=2)
+    second_request = service.add("trickle", 40, max_tokens=2)
     service.step()
-    assert again.num_output == 0, "its second one waits for its turn"
+    assert second_request.num_output == 0, "its second one waits for its turn"
 
 
 def test_a_tenant_cannot_save_up_what_it_did_not_use():
@@ -189,11 +194,11 @@ def test_a_tenant_cannot_save_up_what_it_did_not_use():
     for _ in range(500):
         busy.fill(30)
         service.step()
-    late = Backlog(service, "late", 1.0, 4, 30)
+    late_tenant = Backlog(service, "late", 1.0, 4, 30)
     before = service.computed["busy"]
     for _ in range(500):
         busy.fill(30)
-        late.fill(30)
+        late_tenant.fill(30)
         service.step()
     assert service.computed["late"] / (service.computed["busy"] - before) < 1.1
 

@@ -74,15 +74,15 @@ def test_a_chunk_in_flight_is_not_found_by_others():
 @pytest.mark.parametrize("reason", [FinishReason.CANCEL, FinishReason.STOP])
 def test_pages_stay_until_the_last_step_that_uses_them(reason):
     steps = Steps(token_budget=24, steps_ahead=2)
-    gone = steps.add("gone", 40)
+    finished = steps.add("gone", 40)
     plans = [steps.plan() for _ in range(3)]
-    assert steps.scheduler.finish(gone, reason)
+    assert steps.scheduler.finish(finished, reason)
     assert not steps.scheduler.has_work
     stays = steps.add("gone", [40, 41, 42], max_tokens=1)  # the id is free
     for plan in plans:
-        assert gone.pages
+        assert finished.pages
         assert steps.land(plan) == []
-    assert (gone.pages, gone.output) == ([], [])
+    assert (finished.pages, finished.output) == ([], [])
     steps.finish()
     assert stays.num_output == 1
 
@@ -145,10 +145,10 @@ def test_a_recalled_step_is_planned_again():
     first, second = steps.plan(), steps.plan()
     steps.scheduler.undo_newest_step()
     check_scheduler(steps.scheduler)
-    again = steps.plan()
-    assert again.slices == second.slices
+    repeated_plan = steps.plan()
+    assert repeated_plan.slices == second.slices
     steps.land(first)
-    steps.land(again)
+    steps.land(repeated_plan)
     assert request.num_output == 1
     steps.finish()
 
@@ -161,13 +161,13 @@ def test_all_pages_can_be_lost():
     assert order == [["c", "a"], ["c", "a", "b"]]
     plans = [steps.plan(), steps.plan()]
     assert plans[1].slices
-    gone = steps.cancel("c")
+    cancelled = steps.cancel("c")
     steps.scheduler.preempt_all()
     check_scheduler(steps.scheduler)
     stats = steps.scheduler.stats()
     assert (stats.num_running, stats.num_waiting) == (0, 2)
     assert stats.num_free_pages == steps.pool.num_pages
-    assert gone.pages == []
+    assert cancelled.pages == []
     assert [slice_.request.id for slice_ in steps.plan().slices] == ["a", "b"]
 
 
@@ -196,9 +196,9 @@ def play(steps):
     return names
 
 
-@pytest.mark.parametrize("ahead", [1, 2])
-def test_requests_sample_ahead_of_tokens_that_are_not_known(ahead):
-    steps = Steps(steps_ahead=ahead, samples_ahead=True)
+@pytest.mark.parametrize("steps_ahead", [1, 2])
+def test_requests_sample_ahead_of_tokens_that_are_not_known(steps_ahead):
+    steps = Steps(steps_ahead=steps_ahead, samples_ahead=True)
     ours = steps.add("a", [1, 2, 3], max_tokens=7)
     steps.add("b", [4, 5], max_tokens=3)
     assert play(steps) == ["ab"] * 3 + ["a"] * 4
@@ -229,24 +229,26 @@ def test_requests_that_wait_for_their_tokens_delay_nobody_and_go_together():
     assert play(steps)[:3] == ["pq"] * 3
 
 
-@pytest.mark.parametrize("drawn", [9, None])
-def test_rows_past_an_end_are_dropped(drawn):
+@pytest.mark.parametrize("drawn_token", [9, None])
+def test_rows_past_an_end_are_dropped(drawn_token):
     """A request ends by a token, or is cancelled while steps are in flight."""
     steps = Steps(steps_ahead=2, samples_ahead=True)
     first = steps.add("r", [1, 2, 3], end_ids=frozenset({9}))
     plans = [steps.plan() for _ in range(3)]
     assert [plan.slices[0].start for plan in plans] == [0, 3, 4]
-    if drawn is None:
+    if drawn_token is None:
         steps.scheduler.finish(first, FinishReason.STOP)
-    assert [request.id for request in steps.land(plans[0], token=9)] == ["r"] * (drawn is not None)
+    assert [request.id for request in steps.land(plans[0], token=9)] == ["r"] * (
+        drawn_token is not None
+    )
     assert first.finish_reason is FinishReason.STOP
-    again = steps.add("r", [1, 2, 3], max_tokens=1)
+    same_request = steps.add("r", [1, 2, 3], max_tokens=1)
     for plan in plans[1:]:
         assert first.pages, "steps in flight use them"
         assert steps.land(plan) == []
-    assert (first.output, first.pages) == ([9] * (drawn is not None), [])
+    assert (first.output, first.pages) == ([9] * (drawn_token is not None), [])
     steps.finish()
-    assert again.num_output == 1
+    assert same_request.num_output == 1
 
 
 def test_each_step_that_samples_ahead_has_the_whole_budget():

@@ -73,8 +73,10 @@ def test_a_long_text_is_computed_in_chunks_with_other_requests() -> None:
         {"mean": (5, 5, False), "last": (5, 0, False)},
         {"last": (8, 1, False), "plain": (2, 0, False)},
     ]
-    again = [steps.add(f"{r.id} again", r.prompt, pooling=r.pooling) for r in (mean, last)]
-    assert tuple(states_of(steps, *again)) == right
+    repeated_requests = [
+        steps.add(f"{r.id} again", r.prompt, pooling=r.pooling) for r in (mean, last)
+    ]
+    assert tuple(states_of(steps, *repeated_requests)) == right
 
 
 def test_all_rows_of_a_mean_are_computed_and_a_last_one_takes_known_pages() -> None:
@@ -97,20 +99,20 @@ def test_a_preempted_text_is_computed_again_from_the_start(pooling: Pooling) -> 
     plan = steps.plan()
     steps.land(plan)
     steps.add("urgent", 30, priority=-1, max_tokens=1)
-    (found,) = states_of(steps, victim)
+    (state,) = states_of(steps, victim)
     assert victim.num_preemptions == 1
-    assert found == (right[-1:] if pooling is LAST else right)
+    assert state == (right[-1:] if pooling is LAST else right)
     check_pool(steps.pool)
 
 
 def test_a_cancelled_request_reports_nothing_more() -> None:
     steps = Steps(token_budget=8)
-    gone = steps.add("gone", 6, pooling=MEAN)
+    cancelled = steps.add("gone", 6, pooling=MEAN)
     stays = steps.add("stays", 9, pooling=LAST)
     plan = steps.plan()
     steps.cancel("gone")
     assert steps.land(plan) == []
-    assert gone.finish_reason is FinishReason.CANCEL
+    assert cancelled.finish_reason is FinishReason.CANCEL
     steps.finish()
     assert stays.finish_reason is FinishReason.LENGTH
 

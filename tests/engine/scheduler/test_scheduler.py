@@ -244,11 +244,11 @@ def test_arrival_is_stamped_unless_the_caller_did():
     steps = Steps()
     steps.scheduler._clock = lambda: 42.0
     early = make_request("a")
-    late = make_request("b")
-    late.arrival_s = 0.0
+    late_request = make_request("b")
+    late_request.arrival_s = 0.0
     steps.scheduler.add(early)
-    steps.scheduler.add(late)
-    assert (early.arrival_s, late.arrival_s) == (1.0, 42.0)
+    steps.scheduler.add(late_request)
+    assert (early.arrival_s, late_request.arrival_s) == (1.0, 42.0)
 
 
 def test_cancel_while_queued_in_prefill_and_in_decode():
@@ -277,17 +277,17 @@ def test_cancelling_an_unknown_or_finished_request_does_nothing():
 
 def test_request_cancelled_in_flight_keeps_its_pages_until_the_commit():
     steps = Steps()
-    gone = steps.add("a", 9)
+    cancelled = steps.add("a", 9)
     stays = steps.add("b", [40, 41, 42])
     plan = steps.plan()
-    pages = list(gone.pages[0])
+    pages = list(cancelled.pages[0])
     steps.cancel("a")
-    assert gone.pages == [pages]
+    assert cancelled.pages == [pages]
     assert steps.pool.num_references(pages[0]) == 1
     steps.add("a", 4)
     assert steps.land(plan) == [stays], "no delta for the one who is gone"
-    assert gone.output == []
-    assert gone.pages == []
+    assert cancelled.output == []
+    assert cancelled.pages == []
     steps.finish()
 
 

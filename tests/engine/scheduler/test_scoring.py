@@ -72,9 +72,9 @@ def test_rows_computed_again_are_not_scored_again() -> None:
 def test_cached_pages_are_not_used_by_requests_that_report_on_rows() -> None:
     steps = Steps()
     (first,) = scores_of(steps, steps.add("first", 12, prompt_logprobs=0))
-    again = steps.add("again", 12, prompt_logprobs=0)
-    assert scores_of(steps, again) == [first]
-    assert again.num_cached == 0
+    repeated_request = steps.add("again", 12, prompt_logprobs=0)
+    assert scores_of(steps, repeated_request) == [first]
+    assert repeated_request.num_cached == 0
     plain = steps.add("plain", 12)
     steps.finish()
     assert plain.num_cached == 8
@@ -92,10 +92,10 @@ def test_a_request_for_nothing_but_scores_ends_without_a_token(length: int) -> N
 
 def test_a_cancelled_request_reports_nothing_more() -> None:
     steps = Steps(max_scored_rows=3)
-    gone = steps.add("gone", 9, prompt_logprobs=0)
+    cancelled = steps.add("gone", 9, prompt_logprobs=0)
     stays = steps.add("stays", 9)
     plan = steps.plan()
     steps.cancel("gone")
     assert steps.land(plan) == [stays]
-    assert gone.num_scored == 0
+    assert cancelled.num_scored == 0
     steps.finish()

@@ -30,8 +30,8 @@ def bring(steps: Steps, source: FakeModel, pages: list[int], transfer: Transfer)
     transfers = steps.scheduler.prefix_cache.transfers
     key = next((0, key) for key in transfer.keys if (0, key) in transfer.missing)
     (page,) = transfers.allocate(transfer, [key])
-    place = transfer.first_page + transfer.keys.index(key[1])
-    steps.model.fill(page, source.content(pages[place]))
+    key_index = transfer.first_page + transfer.keys.index(key[1])
+    steps.model.fill(page, source.content(pages[key_index]))
     transfers.add_arrived(transfer, [key])
 
 
@@ -89,9 +89,9 @@ def test_pages_that_arrived_are_evicted_before_those_that_they_continue() -> Non
     steps.scheduler.prefix_cache.transfers.end(transfer)
     assert chain is not None
     assert steps.index is not None
-    places = {steps.index.find((0, key)): index for index, key in enumerate(chain.keys)}
+    indices = {steps.index.find((0, key)): index for index, key in enumerate(chain.keys)}
     _, cached = steps.pool.contents()
-    assert [places[page] for page in reversed(cached) if page in places] == [0, 1, 2]
+    assert [indices[page] for page in reversed(cached) if page in indices] == [0, 1, 2]
 
 
 def test_a_late_transfer_is_not_waited_for_and_its_pages_stay_apart() -> None:
@@ -103,12 +103,12 @@ def test_a_late_transfer_is_not_waited_for_and_its_pages_stay_apart() -> None:
     transfers = steps.scheduler.prefix_cache.transfers
     request = steps.add("b", 14, max_tokens=3)
     transfer = begin(steps, "b", 0.5)
-    (taken,) = transfers.allocate(transfer, transfers.select_missing(transfer, lambda _: True)[:1])
+    (page,) = transfers.allocate(transfer, transfers.select_missing(transfer, lambda _: True)[:1])
     assert steps.scheduler.plan() is None
     now[0] = 0.5
     plan = steps.scheduler.plan()
     assert plan is not None, "a late transfer was waited for"
-    assert taken not in request.pages[0], "a page was handed out that may still be written"
+    assert page not in request.pages[0], "a page was handed out that may still be written"
     steps.scheduler.commit(plan, steps.model.run(plan))
     transfers.add_arrived(transfer, list(transfer.pages))  # what was computed meanwhile has its key
     transfers.end(transfer)
@@ -125,9 +125,9 @@ def test_a_request_waits_for_the_pages_that_its_windows_see(windows: tuple[int |
     request = steps.add("b", 26)
     transfer = begin(steps, "b")
     transfers = steps.scheduler.prefix_cache.transfers
-    wanted = transfers.select_missing(transfer, lambda _: True)
-    assert len(wanted) < len(windows) * len(transfer.keys), "hidden pages are brought"
-    for key in wanted:
+    wanted_keys = transfers.select_missing(transfer, lambda _: True)
+    assert len(wanted_keys) < len(windows) * len(transfer.keys), "hidden pages are brought"
+    for key in wanted_keys:
         assert steps.scheduler.plan() is None, "it started before all that it sees was there"
         transfers.allocate(transfer, [key])
         transfers.add_arrived(transfer, [key])
@@ -165,9 +165,9 @@ def test_transfers_and_leases_leave_the_pages_of_the_longest_request() -> None:
     steps.step()
     steps.add("b", [9] * 40, max_tokens=1)
     transfer = begin(steps, "b")
-    wanted = transfers.select_missing(transfer, lambda _: True)
-    assert len(transfers.allocate(transfer, wanted)) == 4
-    assert not transfers.allocate(transfer, wanted[4:])
+    wanted_keys = transfers.select_missing(transfer, lambda _: True)
+    assert len(transfers.allocate(transfer, wanted_keys)) == 4
+    assert not transfers.allocate(transfer, wanted_keys[4:])
     lease = transfers.lease([(0, key) for key in steps.scheduler._states["a"].chain.keys])
     assert not lease.pages
     while not long.is_finished:
@@ -181,11 +181,11 @@ def steps_of(steps: Steps, transfer: Transfer) -> set[str]:
     plan = steps.scheduler.plan()
     assert plan is not None
     steps.scheduler.commit(plan, steps.model.run(plan))
-    check_pool(steps.pool, [*_held(steps), list(transfer.pages.values())])
+    check_pool(steps.pool, [*_held_pages(steps), list(transfer.pages.values())])
     return {slice_.request.id for slice_ in plan.slices}
 
 
-def _held(steps: Steps) -> list[list[int]]:
+def _held_pages(steps: Steps) -> list[list[int]]:
     return [page for state in steps.scheduler._running for page in state.request.pages]
 
 
@@ -236,22 +236,22 @@ def test_transferred_pages_are_the_pages_that_a_plain_search_finds(seed: int) ->
     keys = [bytes([index]) for index in range(rng.randint(1, 12))]
     first = rng.randint(0, 8)
     share = rng.choice((0.5, 0.9, 1.0))
-    there = {(g, key) for g in range(len(windows)) for key in keys if rng.random() < share}
+    stored_keys = {(g, key) for g in range(len(windows)) for key in keys if rng.random() < share}
     for group in range(len(windows)):
-        known = [key for key in keys if rng.random() < 0.3]
-        index.insert(group, known, pool.allocate(len(known)))
+        known_keys = [key for key in keys if rng.random() < 0.3]
+        index.insert(group, known_keys, pool.allocate(len(known_keys)))
 
     def is_whole(count: int) -> bool:
         """Whether all keys that a row after `count` keys reads are there."""
         return all(
-            index.contains((group, keys[at])) or (group, keys[at]) in there
+            index.contains((group, keys[at])) or (group, keys[at]) in stored_keys
             for group, start in enumerate(pool.groups.first_read_pages((first + count) * size))
             for at in range(max(0, start - first), count)
         )
 
-    found, firsts = index.reachable(keys, first, there.__contains__)
-    assert found == max(count for count in range(len(keys) + 1) if is_whole(count))
-    assert firsts == pool.groups.first_read_pages((first + found) * size)
+    num_reachable, firsts = index.reachable(keys, first, stored_keys.__contains__)
+    assert num_reachable == max(count for count in range(len(keys) + 1) if is_whole(count))
+    assert firsts == pool.groups.first_read_pages((first + num_reachable) * size)
 
 
 def test_no_transfer_begins_without_room_or_a_prefix_cache() -> None:

@@ -161,9 +161,9 @@ def exact(params: SamplingParams) -> NDArray[np.float64]:
         if has_ended or len(output) == LENGTH:
             chances[code(output)] = chance
             return
-        said = [*PROMPT, *output]
-        request = Request("r", said, len(PROMPT), params, 0, end_ids=ends)
-        ids, weight = distribution(params, adjust(request, LOGITS[said[-1]]))
+        tokens = [*PROMPT, *output]
+        request = Request("r", tokens, len(PROMPT), params, 0, end_ids=ends)
+        ids, weight = distribution(params, adjust(request, LOGITS[tokens[-1]]))
         for token, share in zip(ids.tolist(), weight / weight.sum(), strict=True):
             go_on([*output, token], chance * float(share))
 
@@ -202,20 +202,24 @@ def test_drafts_of_a_similar_model_are_often_right():
     assert seen.count(2) > 0.2 * COUNT
 
 
-def trusts_the_first(drafts, drawn):
+def trusts_the_first(drafts, drawn_tokens):
     """A planted fault: the first draft is accepted although another token was drawn."""
-    return max(num_accepted(drafts, drawn), min(1, len(drafts)))
+    return max(num_accepted(drafts, drawn_tokens), min(1, len(drafts)))
 
 
-def trusts_what_is_likely(drafts, drawn):
+def trusts_what_is_likely(drafts, drawn_tokens):
     """A planted fault: a wrong draft is sometimes accepted, as if probabilities were confused."""
-    right = num_accepted(drafts, drawn)
-    return right + 1 if right < len(drafts) and (drafts[right] + drawn[right]) % 3 == 0 else right
+    right = num_accepted(drafts, drawn_tokens)
+    return (
+        right + 1
+        if right < len(drafts) and (drafts[right] + drawn_tokens[right]) % 3 == 0
+        else right
+    )
 
 
-def never_trusts_the_second(drafts, drawn):
+def never_trusts_the_second(drafts, drawn_tokens):
     """A harmless change: only the first draft is ever accepted."""
-    return min(1, num_accepted(drafts, drawn))
+    return min(1, num_accepted(drafts, drawn_tokens))
 
 
 class SameNumberForAll(RowTable):
@@ -256,8 +260,8 @@ class DrawsAgain(Table):
         result = Table.run(self, plan)
         first = 0
         for part in plan.slices:
-            drawn = result.tokens[first : first + part.num_drawn]
-            right = num_accepted(part.drafts, drawn)
+            drawn_tokens = result.tokens[first : first + part.num_drawn]
+            right = num_accepted(part.drafts, drawn_tokens)
             if right < len(part.drafts):
                 logits = LOGITS[[part.request.tokens[-1], *part.drafts][right]].astype(float)
                 p = np.exp(logits - logits.max())
@@ -267,9 +271,9 @@ class DrawsAgain(Table):
         return result
 
 
-def trusts_a_sibling(drafts, branches, drawn):
+def trusts_a_sibling(drafts, branches, drawn_tokens):
     """A planted fault: if the first of two sibling drafts is wrong, the second is accepted."""
-    right = [*accepted_drafts(drafts, branches, drawn)]
+    right = [*accepted_drafts(drafts, branches, drawn_tokens)]
     return right or [branches[-1].first] if branches else right
 
 

@@ -45,18 +45,18 @@ def best_by_search(
 ) -> float:
     """Return the most tokens per second that any numbers of drafts can give."""
 
-    def rates(who: int, expected: float, rows: int):
-        if who == len(odds):
-            more = batch.with_request(100, rows)
-            yield expected / step_time.seconds(more if rows else batch)
+    def rates(request_index: int, expected: float, rows: int):
+        if request_index == len(odds):
+            larger_batch = batch.with_request(100, rows)
+            yield expected / step_time.seconds(larger_batch if rows else batch)
             return
         chance = 1.0
         gained = 0.0
-        yield from rates(who + 1, expected, rows)
-        for count, odd in enumerate(odds[who], 1):
+        yield from rates(request_index + 1, expected, rows)
+        for count, odd in enumerate(odds[request_index], 1):
             chance *= odd
             gained += chance
-            yield from rates(who + 1, expected + gained, rows + count)
+            yield from rates(request_index + 1, expected + gained, rows + count)
 
     return max(rates(0, float(batch.num_sampled), 0))
 
@@ -74,8 +74,8 @@ def test_no_choice_brings_more_tokens_a_second(seed):
         for odd in each[:count]:
             chance *= odd
             gained += chance
-    more = batch.with_request(100, sum(counts))
-    rate = (3 + gained) / step_time.seconds(more if sum(counts) else batch)
+    larger_batch = batch.with_request(100, sum(counts))
+    rate = (3 + gained) / step_time.seconds(larger_batch if sum(counts) else batch)
     best = best_by_search(step_time, batch, odds)
     plain = 3 / step_time.seconds(batch)
     assert rate == pytest.approx(best if best >= 1.08 * plain else plain)
@@ -197,9 +197,9 @@ def test_of_a_tree_the_best_products_are_taken():
     assert tree.tokens == (1, 3, 2, 4, 6, 5)
     assert tree.parents == (-1, 0, -1, 2, 3, 0)
     assert tree.forks == [False, False, True, False, False, True]
-    for row_s, most in ((0.0001, 6), (0.0021, 3), (0.0056, 3), (0.02, 0)):
+    for row_s, expected_count in ((0.0001, 6), (0.0021, 3), (0.0056, 3), (0.02, 0)):
         [count] = PayingDraftBudget(step_time_of(0.01, row_s), decode(1)).counts(100, [tree])
-        assert count == most
+        assert count == expected_count
 
 
 def test_outcomes_of_a_tree_count_only_drafts_after_right_ones():

@@ -21,14 +21,14 @@ def drafts_of(*draws: tuple[int, dict[int, float]]) -> DraftSequence:
     """Return a draft sequence with these tokens, each with the probabilities of its step."""
     rate = AcceptanceRate([(kind + 0.5) / 10 for kind in range(10)], 0.6).for_request()
     result = DraftSequence(Request("r", [], 0, SamplingParams(), 0), rate, 10, TOKEN_IDS)
-    for drawn, chances in draws:
+    for drawn_token, chances in draws:
         top = sorted(chances.items(), key=lambda item: -item[1])
         logprobs = TokenLogprobs(
-            math.log(chances[drawn]),
+            math.log(chances[drawn_token]),
             tuple(token for token, _ in top),
             tuple(math.log(chance) for _, chance in top),
         )
-        assert result.take(drawn, logprobs)
+        assert result.take(drawn_token, logprobs)
     return result
 
 

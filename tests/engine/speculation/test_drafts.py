@@ -59,8 +59,8 @@ def test_a_damaged_draft_from_the_catalogue_is_left_out(
 def test_the_catalogues_draft_is_used_if_it_is_asked_for(
     path: Path, other: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known: list[str | None] = [str(other)]
-    monkeypatch.setattr("twostroke.engine.drafters.local_draft", lambda _: known[0])
+    draft_paths: list[str | None] = [str(other)]
+    monkeypatch.setattr("twostroke.engine.drafters.local_draft", lambda _: draft_paths[0])
 
     def drafts(**options: Any) -> tuple[str | None, tuple[str, ...]]:
         with engine_of(path, **options) as llm:
@@ -76,7 +76,7 @@ def test_the_catalogues_draft_is_used_if_it_is_asked_for(
         assert drafts(draft="auto") == (None, ("ngram", "lookahead"))
         with pytest.raises(MemoryLimitError, match="The draft model does not fit into memory"):
             drafts(draft="auto", method="draft")
-    known[0] = None
+    draft_paths[0] = None
     assert drafts(draft="auto") == (None, ("ngram", "lookahead"))
     with pytest.raises(UsageError, match=r"The catalogue has no draft model .*--draft MODEL"):
         drafts(draft="auto", method="draft")
@@ -144,7 +144,7 @@ def test_a_missing_draft_is_refused(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("options", "sentence"),
     [
         ({"method": "drafts"}, "got 'drafts'.*Did you mean 'draft'"),
         ({"method": "draft"}, "set draft as well"),
@@ -155,9 +155,9 @@ def test_a_missing_draft_is_refused(path: Path) -> None:
         ({"count": 25}, "count must be from 1 to 24, got 25"),
     ],
 )
-def test_contradictory_options_are_refused(given: dict[str, Any], sentence: str) -> None:
+def test_contradictory_options_are_refused(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
-        SpeculationOptions(**given)
+        SpeculationOptions(**options)
 
 
 def test_a_request_that_reports_on_its_prompt_keeps_the_draft(path: Path, other: Path) -> None:

@@ -96,11 +96,11 @@ def test_steps_of_heads_have_no_more_rows_than_there_is_memory_for(
 ) -> None:
     monkeypatch.setattr(drafters, "_MIN_STEP_ROWS", 1)
     monkeypatch.setattr(drafters, "MAX_WAITING_STATES", 8)
-    make, most, counts = drafters.create_backend, [0], list[int]()
+    make, max_rows_seen, counts = drafters.create_backend, [0], list[int]()
 
-    def counting(*args: Any, max_rows: int, **more: Any) -> Any:
-        backend = make(*args, max_rows=max_rows, **more)
-        run, most[0] = backend.run, max_rows
+    def counting(*args: Any, max_rows: int, **options: Any) -> Any:
+        backend = make(*args, max_rows=max_rows, **options)
+        run, max_rows_seen[0] = backend.run, max_rows
 
         def run_counted(plan: Any) -> Any:
             counts.append(sum(part.num_rows for part in plan.slices))
@@ -118,13 +118,13 @@ def test_steps_of_heads_have_no_more_rows_than_there_is_memory_for(
     with LLM(str(path), options) as llm:
         llm.generate(PROMPTS, GREEDY)
         assert llm.engine.client.loop.snapshot().speculation.proposed[kind] > 50
-    assert most == [8]  # two requests with four drafts each
+    assert max_rows_seen == [8]  # two requests with four drafts each
     assert 2 < max(counts) <= 8
 
 
-@pytest.mark.parametrize(("cheap", "most"), [(1, 1), (3, 3), (24, 8)])
+@pytest.mark.parametrize(("cheap", "max_drafts"), [(1, 1), (3, 3), (24, 8)])
 def test_eagle_drafts_no_further_than_rows_are_cheap(
-    path: Path, heads: dict[str, str], cheap: int, most: int
+    path: Path, heads: dict[str, str], cheap: int, max_drafts: int
 ) -> None:
     with engine_of(path, method="eagle", heads=heads["eagle"]) as llm:
         (eagle,) = llm.engine.client.loop.speculator._proposers
@@ -137,7 +137,7 @@ def test_eagle_drafts_no_further_than_rows_are_cheap(
 
         eagle.propose = with_price
         llm.generate(PROMPTS[:1], GREEDY)
-    assert max(counts) == most
+    assert max(counts) == max_drafts
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -311,6 +311,6 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
 
 
 def test_heads_whose_window_exceeds_memory_are_refused(path: Path, tmp_path: Path) -> None:
-    far = write_random_heads(tmp_path, path, "eagle", window=1 << 28)
+    wide_heads = write_random_heads(tmp_path, path, "eagle", window=1 << 28)
     with pytest.raises(MemoryLimitError, match=r"MB of memory are free: lower --max-running"):
-        engine_of(path, heads=str(far))
+        engine_of(path, heads=str(wide_heads))

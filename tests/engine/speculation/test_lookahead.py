@@ -30,17 +30,17 @@ def step(method: Lookahead, request: Request, draw=next_token, price=FREE):
     if proposal is None:
         request.tokens.append(draw(request.tokens[-1]))
         return None, 0
-    drawn = [draw(request.tokens[-1]), *map(draw, proposal.tokens)]
+    drawn_tokens = [draw(request.tokens[-1]), *map(draw, proposal.tokens)]
     right, at = [], -1
     while True:
-        behind = [i for i, parent in enumerate(proposal.parents) if parent == at]
-        token = drawn[at + 1]
+        children = [i for i, parent in enumerate(proposal.parents) if parent == at]
+        token = drawn_tokens[at + 1]
         request.tokens.append(token)
-        at = next((i for i in behind if proposal.tokens[i] == token), None)
+        at = next((i for i in children if proposal.tokens[i] == token), None)
         if at is None:
             break
         right.append(at)
-    method.learn(request, proposal, DraftOutcome(range(len(proposal.tokens)), right, drawn))
+    method.learn(request, proposal, DraftOutcome(range(len(proposal.tokens)), right, drawn_tokens))
     return proposal, len(right)
 
 
@@ -68,8 +68,8 @@ def test_collected_runs_are_what_the_model_says():
     assert pool
     for first, runs in pool.items():
         for run in runs:
-            said = [first, *run]
-            assert [next_token(token) for token in said[1:-1]] == said[2:]
+            run_tokens = [first, *run]
+            assert [next_token(token) for token in run_tokens[1:-1]] == run_tokens[2:]
 
 
 def test_runs_are_tried_and_right():
@@ -110,8 +110,8 @@ def test_nothing_is_proposed_where_rows_cost_much():
 def test_tokens_that_could_not_be_drawn_are_not_collected():
     method, request = Lookahead(3, 3), make()
     [proposal] = method.propose([request], FREE)
-    drawn = [NO_TOKEN] * (1 + len(proposal.tokens))
-    method.learn(request, proposal, DraftOutcome(range(len(proposal.tokens)), [], drawn))
+    drawn_tokens = [NO_TOKEN] * (1 + len(proposal.tokens))
+    method.learn(request, proposal, DraftOutcome(range(len(proposal.tokens)), [], drawn_tokens))
     assert not method._requests[request].pool
     [proposal] = method.propose([request], FREE)
     assert NO_TOKEN not in proposal.tokens

@@ -99,9 +99,9 @@ class Drafting:
         self.clock.now_s += 4 * READING_S * len(requests)
         return [self.draft(request, min(8, price.max_drafts)) for request in requests]
 
-    def draft(self, request: Request, most: int) -> Proposal | None:
+    def draft(self, request: Request, max_tokens: int) -> Proposal | None:
         odds = self.requests.setdefault(request, self.odds.for_request())
-        coming = self.texts[request.id][len(request.tokens) :][:most]
+        coming = self.texts[request.id][len(request.tokens) :][:max_tokens]
         if not coming:
             return None
         drafts = [t if self.rng.random() < self.right else VOCAB_SIZE for t in coming]
@@ -135,13 +135,13 @@ class Simulation:
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
         self.noise = Noise(random.Random(self.seed + 1000))
-        known = StepTimeModel(COST, MACHINE, rows_together=8)
+        step_times = StepTimeModel(COST, MACHINE, rows_together=8)
         proposer: Proposer = NgramProposer()
         if self.right is not None:
             proposer = Drafting(self.right, self.rng, self.clock, self.texts)
-        budget_of = self.budget_of or budget_function(known, None)
+        budget_of = self.budget_of or budget_function(step_times, None)
         clock = self.clock.monotonic
-        self.speculator = Speculator([proposer], budget_of, known, clock=clock)
+        self.speculator = Speculator([proposer], budget_of, step_times, clock=clock)
 
     def speedup(self, text: tuple[float, int], num_streams: int, rounds: int = 4) -> float:
         """Return how many times faster drafts make the text; the first round only teaches."""
@@ -168,10 +168,10 @@ class Simulation:
         """Return the seconds of a token of a job in which all streams run together."""
         job = next(self.jobs)
         line = Scheduler(SchedulerConfig(4096, 64), PagePool(4096, 16), None, Continuous())
-        known = {f"{job} {i}": text for i, text in enumerate(texts)}
-        self.texts.update(known)
+        texts_by_id = {f"{job} {i}": text for i, text in enumerate(texts)}
+        self.texts.update(texts_by_id)
         params = SamplingParams(max_tokens=ANSWER, temperature=0.0)
-        for name, text in known.items():
+        for name, text in texts_by_id.items():
             salt, hints = str(job).encode(), Hints(method)
             line.add(Request(name, text[:PROMPT], PROMPT, params, 0, salt=salt, hints=hints))
         seconds, num_tokens = 0.0, 0
@@ -181,7 +181,7 @@ class Simulation:
             began_s = self.clock.now_s
             drafts = self.speculator.extend(plan, line.add_drafts)
             asking_s = self.clock.now_s - began_s
-            batch, result = BatchShape.of(plan), StepResult(*drawn(plan, known))
+            batch, result = BatchShape.of(plan), StepResult(*draw_tokens(plan, texts_by_id))
             line.commit(plan, result)
             step_s = float(np.interp(batch.num_rows, ROWS, STEP_S))
             elapsed_s = asking_s + step_s * self.noise.draw()
@@ -195,7 +195,7 @@ class Simulation:
         return seconds / num_tokens
 
 
-def drawn(plan: StepPlan, texts: dict[str, list[int]]) -> tuple[list[int], list[None]]:
+def draw_tokens(plan: StepPlan, texts: dict[str, list[int]]) -> tuple[list[int], list[None]]:
     tokens: list[int] = []
     for part in plan.slices:
         at = part.start + part.count

@@ -15,9 +15,9 @@ RIGHT, WRONG, UNTRIED = (
 )
 
 
-def propose(proposer, request, most):
+def propose(proposer, request, max_drafts):
     """Return the drafts that are proposed for one request."""
-    [proposal] = proposer.propose([request], DraftCost(0.0, 0.0, most))
+    [proposal] = proposer.propose([request], DraftCost(0.0, 0.0, max_drafts))
     return proposal
 
 
@@ -53,8 +53,8 @@ def test_the_output_itself_is_searched_as_it_grows():
 
 
 def test_most_places_decide_and_say_how_sure_they_are():
-    said = [5, 5, 5, 1, 5, 5, 5, 1, 5, 5, 5, 2, 0]
-    proposal = propose(NgramProposer(), make([*said, 9, 5, 5], [5]), 1)
+    history = [5, 5, 5, 1, 5, 5, 5, 1, 5, 5, 5, 2, 0]
+    proposal = propose(NgramProposer(), make([*history, 9, 5, 5], [5]), 1)
     sure = propose(NgramProposer(), make([5, 5, 5, 1, 9, 5, 5], [5]), 1)
     assert proposal.tokens == sure.tokens == (1,)
     assert proposal.chances[0] == pytest.approx(sure.chances[0] * 2 / 3)
@@ -78,9 +78,9 @@ def test_a_prediction_that_was_never_right_is_not_offered():
 def test_an_answer_that_has_ended_is_remembered_for_its_tenant():
     proposer = NgramProposer()
     proposer.finish(make([1, 2, 3], [20, 21, 22, 23, 24], salt=b"a"))
-    again = make([3], [20, 21, 22], salt=b"a")
-    assert propose(proposer, again, 8).tokens == (23, 24)
-    assert propose(proposer, again, 8).source == "memory"
+    later_request = make([3], [20, 21, 22], salt=b"a")
+    assert propose(proposer, later_request, 8).tokens == (23, 24)
+    assert propose(proposer, later_request, 8).source == "memory"
     assert propose(proposer, make([3], [20, 21, 22], salt=b"b"), 8) is None
 
 

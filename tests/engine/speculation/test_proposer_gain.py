@@ -5,12 +5,12 @@ from __future__ import annotations
 from twostroke.engine.speculation.payoff import ProposerGain
 
 
-def rounds_until(account: ProposerGain, wanted: bool, won: float = 0.0, spent: float = 0.0) -> int:
-    """Run rounds until the proposer may be asked (`wanted`), or may not; return their number."""
+def rounds_until(account: ProposerGain, may_ask: bool, won: float = 0.0, spent: float = 0.0) -> int:
+    """Run rounds until the proposer may be asked (`may_ask`), or may not; return their number."""
     for count in range(5000):
-        if account.may_ask() is wanted:
+        if account.may_ask() is may_ask:
             return count
-        if not wanted:
+        if not may_ask:
             account.add(won, spent)
     raise AssertionError("it never happened")
 

@@ -89,8 +89,8 @@ def test_the_reference_backend_speculates(path: Path) -> None:
 def test_a_draft_that_is_the_model_is_always_right(path: Path) -> None:
     with engine_of(path, method="draft", draft=str(path), count=4) as llm:
         [[answer]] = llm.generate("hello the world", LONG)
-        [[drawn]] = llm.generate("hello the world", replace(LONG, temperature=1.0, seed=7))
-    for completion in (answer, drawn):
+        [[sampled]] = llm.generate("hello the world", replace(LONG, temperature=1.0, seed=7))
+    for completion in (answer, sampled):
         assert completion.usage.completion_tokens == 120
         assert completion.usage.accepted_tokens >= 120 * 4 / 5 - 5
         assert completion.usage.rejected_tokens <= 4  # behind the end
@@ -100,17 +100,17 @@ def test_drafts_after_a_stop_string_are_not_accepted(path: Path) -> None:
     with engine_of(path, method="draft", draft=str(path), count=20) as llm:
         [[answer]] = llm.generate("hello the world", LONG)
         for letter in sorted(set(answer.text)):
-            [[one]] = llm.generate("hello the world", replace(LONG, stop=[letter]))
-            assert 0 <= one.usage.accepted_tokens <= one.usage.completion_tokens
-            assert one.usage.rejected_tokens >= 0
+            [[stopped]] = llm.generate("hello the world", replace(LONG, stop=[letter]))
+            assert 0 <= stopped.usage.accepted_tokens <= stopped.usage.completion_tokens
+            assert stopped.usage.rejected_tokens >= 0
 
 
 def test_repeated_text_is_drafted(path: Path) -> None:
     with engine_of(path, method="ngram", count=6) as llm:
         [[answer]] = llm.generate("hello", LONG)
-        [[again]] = llm.generate("hello", LONG)
-    assert answer.token_ids == again.token_ids
-    assert again.usage.accepted_tokens > 80  # what the tenant has heard already
+        [[repeated]] = llm.generate("hello", LONG)
+    assert answer.token_ids == repeated.token_ids
+    assert repeated.usage.accepted_tokens > 80  # what the tenant has heard already
 
 
 def test_a_prediction_is_used(path: Path) -> None:
@@ -140,10 +140,10 @@ def test_lookahead_runs_only_on_request(path: Path) -> None:
         proposed = llm.engine.client.loop.speculator.stats.proposed
         [[answer]] = llm.generate("hello", seeded)
         assert not proposed["lookahead"]
-        [[again]] = llm.generate("hello", seeded, speculate="lookahead")
-        assert again.token_ids == answer.token_ids
+        [[seeded_answer]] = llm.generate("hello", seeded, speculate="lookahead")
+        assert seeded_answer.token_ids == answer.token_ids
         assert proposed["lookahead"] > 100
-        assert again.usage.accepted_tokens > 20
+        assert seeded_answer.usage.accepted_tokens > 20
     with (
         engine_of(path, method="ngram") as llm,
         pytest.raises(RequestError, match="auto, off, ngram here, got 'lookahead'"),
@@ -209,14 +209,14 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("given", [{"count": 5}, {"method": "draft"}, {"count": 24}], ids=str)
+@pytest.mark.parametrize("options", [{"count": 5}, {"method": "draft"}, {"count": 24}], ids=str)
 def test_a_draft_can_have_another_vocabulary(
-    path: Path, stranger: Path, plain: list[Any], given: dict[str, Any]
+    path: Path, stranger: Path, plain: list[Any], options: dict[str, Any]
 ) -> None:
-    with engine_of(path, draft=str(stranger), **given) as llm:
+    with engine_of(path, draft=str(stranger), **options) as llm:
         assert everything(llm) == plain
         assert everything(llm, prediction="hello the world is of the world") == plain
-        if "count" in given:
+        if "count" in options:
             assert llm.engine.client.loop.snapshot().speculation.proposed["draft"] > 100
         assert llm.engine.client.loop.snapshot().scheduler.num_running == 0
 
@@ -274,9 +274,9 @@ def test_a_draft_has_pages_for_no_more_tokens_than_its_target(path: Path) -> Non
     assert results[0] < results[1]
 
 
-@pytest.mark.parametrize(("cheap", "most"), [(1, 1), (3, 3), (24, 8)])
+@pytest.mark.parametrize(("cheap", "max_drafts"), [(1, 1), (3, 3), (24, 8)])
 def test_a_draft_model_drafts_no_further_than_rows_are_cheap(
-    path: Path, cheap: int, most: int
+    path: Path, cheap: int, max_drafts: int
 ) -> None:
     """The draft model equals its target, so only the cost of rows limits the drafts."""
     with engine_of(path, method="draft", draft=str(path)) as llm:
@@ -290,7 +290,7 @@ def test_a_draft_model_drafts_no_further_than_rows_are_cheap(
 
         draft.propose = with_price
         llm.generate(PROMPTS[:1], LONG)
-    assert max(counts) == most
+    assert max(counts) == max_drafts
 
 
 @pytest.mark.parametrize("failing", ["propose", "learn", "finish"])

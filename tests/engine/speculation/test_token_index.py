@@ -11,10 +11,12 @@ from twostroke.engine.speculation.token_index import TokenIndex
 LONGEST = 32
 
 
-def search(tokens: list[int], context: list[int], most: int = 8) -> tuple[int, list[int]] | None:
+def search(
+    tokens: list[int], context: list[int], max_occurrences: int = 8
+) -> tuple[int, list[int]] | None:
     """Compare all positions; return the longest match's length and ends, the latest first.
 
-    Only the `most` latest occurrences of three equal tokens are compared, as in the index.
+    Only the latest `max_occurrences` of three equal tokens are compared, as in the index.
     """
     result = []
     for end in range(len(tokens) - 1, 2, -1):
@@ -25,7 +27,7 @@ def search(tokens: list[int], context: list[int], most: int = 8) -> tuple[int, l
             length += 1
         if length >= 3:
             result.append((length, end))
-    result = result[:most]
+    result = result[:max_occurrences]
     if not result:
         return None
     longest = max(length for length, _ in result)
@@ -39,14 +41,14 @@ def test_the_index_finds_what_a_full_search_finds(seed):
     tokens = [rng.randrange(vocab_size) for _ in range(rng.choice((0, 1, 3, 4, 50, 300)))]
     index = TokenIndex(tokens)
     for _ in range(60):
-        more = [rng.randrange(vocab_size) for _ in range(rng.randint(0, 4))]
+        new_tokens = [rng.randrange(vocab_size) for _ in range(rng.randint(0, 4))]
         if tokens and rng.random() < 0.5:  # say again what was said
             start = rng.randrange(len(tokens))
-            more = tokens[start : start + rng.randint(1, 40)]
-        tokens += more
+            new_tokens = tokens[start : start + rng.randint(1, 40)]
+        tokens += new_tokens
         index.catch_up()
         start = rng.randrange(len(tokens) + 1)
-        for context in (tokens, tokens[start : start + 40], more):
+        for context in (tokens, tokens[start : start + 40], new_tokens):
             match = index.match(context)
             result = None if match is None else (match.length, list(match.ends))
             assert result == search(tokens, context)
@@ -58,10 +60,10 @@ def test_a_lookup_in_a_long_text_reads_few_places():
     class Counting(list):
         num_reads = 0
 
-        def __getitem__(self, place):
-            if isinstance(place, int):
+        def __getitem__(self, index):
+            if isinstance(index, int):
                 Counting.num_reads += 1
-            return super().__getitem__(place)
+            return super().__getitem__(index)
 
     tokens = Counting([1, 2, 3, 4] * 25_000)
     index = TokenIndex(tokens)

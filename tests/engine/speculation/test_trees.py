@@ -48,8 +48,8 @@ def requests_of(seed: int, count: int = 12) -> list[Request]:
     return random_requests(rng, count, vocab_size=200, longest=60, most_output=40)
 
 
-def run(backend: Any, setting: Setting, requests: list[Request], known: Any = None) -> Any:
-    answers, _ = run_schedule(backend, setting, requests, CONTEXT, known)
+def run(backend: Any, setting: Setting, requests: list[Request], expected: Any = None) -> Any:
+    answers, _ = run_schedule(backend, setting, requests, CONTEXT, expected)
     return answers
 
 
@@ -84,10 +84,10 @@ def test_wrong_pages_of_branches_would_change_tokens(
     plain = run(backend, SETTING.alone(NUM_PAGES), requests_of(1))
     if fault is not None:
         monkeypatch.setattr("twostroke.engine.scheduler.scheduler.DraftPages", fault)
-    again = requests_of(1)
-    assert (run(backend, SETTING, again, plain) == plain) == (fault is None)
+    copies = requests_of(1)
+    assert (run(backend, SETTING, copies, plain) == plain) == (fault is None)
     if fault is None:
-        assert sum(request.num_moves for request in again) > 10
+        assert sum(request.num_moves for request in copies) > 10
     backend.close()
 
 
@@ -104,10 +104,10 @@ def test_interpreting_backends_run_trees(name: str, windows: tuple[int | None, .
     for request in requests:  # sums of other shapes differ in the last bits
         request.params = SamplingParams(temperature=0, max_tokens=30, repetition_penalty=1.1)
     plain = run(backend, SETTING.alone(NUM_PAGES), [fresh(r) for r in requests])
-    again = [fresh(r) for r in requests]
-    result = run(backend, SETTING, again, plain)
-    assert [result[r.id][0] for r in again] == [plain[r.id][0] for r in again]
-    assert sum(request.num_moves for request in again) > 5
+    copies = [fresh(r) for r in requests]
+    result = run(backend, SETTING, copies, plain)
+    assert [result[r.id][0] for r in copies] == [plain[r.id][0] for r in copies]
+    assert sum(request.num_moves for request in copies) > 5
     backend.close()
 
 
@@ -135,9 +135,12 @@ class TreeProposer:
     def learn(self, request: Request, proposal: Proposal, outcome: DraftOutcome) -> None:
         right = set(outcome.accepted)
         assert right <= set(outcome.tried) <= set(range(len(proposal.tokens)))
-        said = [proposal.tokens[i] for i in outcome.accepted]
+        accepted_tokens = [proposal.tokens[i] for i in outcome.accepted]
         output = self.outputs[request.tokens[0]]
-        assert any(list(output[i : i + len(said)]) == said for i in range(len(output)))
+        assert any(
+            list(output[i : i + len(accepted_tokens)]) == accepted_tokens
+            for i in range(len(output))
+        )
         self.outcomes.append((len(right), len(outcome.tried)))
 
     def finish(self, request: Request) -> None:

@@ -148,11 +148,11 @@ def possible(grammars: Grammars, constraint: Constraint, output: list[int], size
 def is_possible(
     grammars: Grammars, constraint: Constraint, output: list[int], path: list[int], size: int
 ) -> bool:
-    matcher, known = grammars.matcher(constraint), list(output)
+    matcher, tokens = grammars.matcher(constraint), list(output)
     for token in path:
-        if token in matcher.ends or not allowed_after(matcher, known, size)[token]:
+        if token in matcher.ends or not allowed_after(matcher, tokens, size)[token]:
             return False
-        known.append(token)
+        tokens.append(token)
     return True
 
 
@@ -248,12 +248,12 @@ def test_a_cached_constraint_does_not_wait_for_others_to_compile(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grammars = Grammars(tokenizer, tokenizer.vocab_size)
-    known, other = Constraint("regex", "a"), Constraint("regex", "b")
-    grammars.matcher(known)
-    compile_, began, may_go_on = grammars._compile, threading.Event(), threading.Event()
+    cached_constraint, other = Constraint("regex", "a"), Constraint("regex", "b")
+    grammars.matcher(cached_constraint)
+    compile_, has_begun, may_go_on = grammars._compile, threading.Event(), threading.Event()
 
     def slow(constraint: Constraint, deadline: Deadline) -> GrammarMatcher:
-        began.set()
+        has_begun.set()
         assert may_go_on.wait(20)
         return compile_(constraint, deadline)
 
@@ -261,10 +261,10 @@ def test_a_cached_constraint_does_not_wait_for_others_to_compile(
     results = []
     thread = threading.Thread(target=lambda: results.append(grammars.matcher(other)))
     thread.start()
-    assert began.wait(20)
-    assert grammars.cached(known)
+    assert has_begun.wait(20)
+    assert grammars.cached(cached_constraint)
     assert not grammars.cached(other)
-    assert grammars.matcher(known).count_allowed((), tokenizer.encode("a")) == 1
+    assert grammars.matcher(cached_constraint).count_allowed((), tokenizer.encode("a")) == 1
     may_go_on.set()
     thread.join(20)
     assert results[0].count_allowed((), tokenizer.encode("b")) == 1
@@ -276,12 +276,12 @@ def test_matchers_of_new_requests_are_copied_when_they_are_first_asked(
     grammars = Grammars(tokenizer, tokenizer.vocab_size)
     constraint = Constraint("regex", "ab|cd")
     first = grammars.compile(constraint)
-    one, other = first.for_request(constraint), first.for_request(constraint)
-    assert one._matcher is other._matcher is first._matcher
+    first_matcher, other = first.for_request(constraint), first.for_request(constraint)
+    assert first_matcher._matcher is other._matcher is first._matcher
     [a], [c] = tokenizer.encode("a"), tokenizer.encode("c")
-    masks = [allowed_after(one, [a], tokenizer.vocab_size)]
+    masks = [allowed_after(first_matcher, [a], tokenizer.vocab_size)]
     masks += [allowed_after(matcher, [], tokenizer.vocab_size) for matcher in (other, first)]
-    assert len({id(matcher._matcher) for matcher in (one, other, first)}) == 3
+    assert len({id(matcher._matcher) for matcher in (first_matcher, other, first)}) == 3
     assert not masks[0][c]
     assert masks[1][[a, c]].all()
     assert (masks[1] == masks[2]).all()

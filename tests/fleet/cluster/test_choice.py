@@ -45,14 +45,14 @@ def test_without_room_an_update_replaces_in_place() -> None:
 def test_every_pool_becomes_what_is_wanted(seed: int) -> None:
     """Replicas become ready, are lost and are drained at random; none is ready too few."""
     rng = random.Random(seed)
-    wanted = rng.randint(1, 5)
+    num_wanted = rng.randint(1, 5)
     replicas = [
         ReplicaView(f"r{n}", rng.choice((READY, STARTING)), rng.random() < 0.5)
         for n in range(rng.randint(0, 7))
     ]
     count = len(replicas)
     for _ in range(200):
-        actions = choose(replicas, wanted)
+        actions = choose(replicas, num_wanted)
         before = sum(replica.phase is READY for replica in replicas)
         drained = [
             ReplicaView(replica.name, DRAINING, replica.is_current)
@@ -61,9 +61,9 @@ def test_every_pool_becomes_what_is_wanted(seed: int) -> None:
             for replica in replicas
         ]
         after = sum(view.phase is READY for view in drained)
-        assert after >= min(before, wanted), "too many ready ones were drained at once"
+        assert after >= min(before, num_wanted), "too many ready ones were drained at once"
         alive = sum(view.phase is not DRAINING for view in drained)
-        assert alive + actions.num_starts <= max(wanted + 1, alive)
+        assert alive + actions.num_starts <= max(num_wanted + 1, alive)
         for _ in range(actions.num_starts):
             drained.append(ReplicaView(f"r{count}", STARTING, is_current=True))
             count += 1
@@ -74,7 +74,7 @@ def test_every_pool_becomes_what_is_wanted(seed: int) -> None:
             for view in drained
             if not (view.phase is DRAINING and rng.random() < 0.5)
         ]
-    assert [replica.phase for replica in replicas] == [READY] * wanted
+    assert [replica.phase for replica in replicas] == [READY] * num_wanted
     assert all(replica.is_current for replica in replicas)
 
 
@@ -92,6 +92,6 @@ def test_the_window_holds_the_most_of_its_time(seed: int) -> None:
     rng, steady, seen, now = random.Random(seed), ScaleDownDelay(5.0), [], 0.0
     for _ in range(100):
         now += rng.random() * 2
-        wanted = rng.randint(0, 9)
-        seen.append((now, wanted))
-        assert steady.update(wanted, now) == max(n for at, n in seen if at >= now - 5.0)
+        num_wanted = rng.randint(0, 9)
+        seen.append((now, num_wanted))
+        assert steady.update(num_wanted, now) == max(n for at, n in seen if at >= now - 5.0)

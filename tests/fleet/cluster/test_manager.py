@@ -67,16 +67,16 @@ class FakeCluster:
 class FakeRouter:
     """Wants `wanted` replicas of each model, and notes what it is told."""
 
-    def __init__(self, wanted: int = 1) -> None:
-        self.wanted = wanted
+    def __init__(self, num_wanted: int = 1) -> None:
+        self.num_wanted = num_wanted
         self.readers: dict[str, float | None] = {}
-        self.told: dict[str, Sequence[str]] = {}
+        self.replica_models: dict[str, Sequence[str]] = {}
 
     def set_replicas(self, replicas: Mapping[str, Sequence[str]]) -> None:
-        self.told = dict(replicas)
+        self.replica_models = dict(replicas)
 
     def views(self) -> Mapping[str, RouterView]:
-        return {name: RouterView(self.wanted, {}, self.readers) for name in self.told}
+        return {name: RouterView(self.num_wanted, {}, self.readers) for name in self.replica_models}
 
 
 class Clock:
@@ -106,7 +106,7 @@ def test_a_fleet_starts_and_the_router_knows_its_replicas() -> None:
     manager, clock = make(spec, cluster, router)
     play(manager, cluster, clock)
     assert manager.status.is_up
-    assert {name: len(urls) for name, urls in router.told.items()} == {"a": 2, "b": 1}
+    assert {name: len(urls) for name, urls in router.replica_models.items()} == {"a": 2, "b": 1}
     assert ROUTER in cluster.servers
 
 
@@ -138,12 +138,12 @@ def test_an_update_without_room_replaces_in_place() -> None:
 
 
 def test_work_decides_between_the_bounds_and_falls_slowly() -> None:
-    cluster, router = FakeCluster(), FakeRouter(wanted=9)
+    cluster, router = FakeCluster(), FakeRouter(num_wanted=9)
     pool = ReplicaPool(model="a", min_replicas=1, max_replicas=4, scale_down_after=30)
     manager, clock = make(FleetSpec(models=(pool,)), cluster, router)
     play(manager, cluster, clock, 20)
     assert len(cluster.ready) == 4
-    router.wanted = 0
+    router.num_wanted = 0
     play(manager, cluster, clock, 20)
     assert len(cluster.ready) == 4, "half a minute has not passed"
     play(manager, cluster, clock, 30)
@@ -167,7 +167,7 @@ def test_a_model_stays_until_those_that_replace_it_are_up() -> None:
     manager, clock = make(FleetSpec(models=(ReplicaPool(model="b"),)), cluster, router)
     play(manager, cluster, clock)
     assert len(cluster.ready) == 2
-    assert len(router.told["a"]) == 2
+    assert len(router.replica_models["a"]) == 2
     cluster.broken = ""
     play(manager, cluster, clock)
     assert [name.split("/")[0] for name in cluster.ready] == ["b"]
@@ -213,7 +213,7 @@ def test_decode_replicas_start_once_it_is_known_where_prompts_are_read() -> None
     assert all(name.startswith((ROUTER, "reader/")) for name in cluster.servers)
     play(manager, cluster, clock)
     assert manager.status.is_up
-    assert list(router.told) == ["m"]
+    assert list(router.replica_models) == ["m"]
     (decode,) = [name for name in cluster.ready if name.startswith("m/")]
     options = cluster.pools[decode].options
     assert options == {"role": "decode", "prefill-peer": ["reader:7800", "reader:7801"]}

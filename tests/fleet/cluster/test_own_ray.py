@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cluster_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder for all files of clusters, and for a program in place of Ray's."""
     program = tmp_path / "program"
     program.write_text(f"#!/bin/sh\nsleep 300 &\necho $! > {tmp_path}/child\nwait\n")
@@ -31,36 +31,36 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def child_of(place: Path) -> str | None:
+def child_of(cluster_folder: Path) -> str | None:
     """Return when a process of the cluster began; None if there is none."""
     with suppress(OSError, ValueError):
-        return own_ray._start_ticks(int((place / "child").read_text()))
+        return own_ray._start_ticks(int((cluster_folder / "child").read_text()))
     return None
 
 
 def test_nothing_stays_of_a_cluster_whose_start_is_interrupted(
-    place: Path, monkeypatch: pytest.MonkeyPatch
+    cluster_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sleep = time.sleep
 
     def interrupt(seconds: float) -> None:
         sleep(seconds)
-        if child_of(place):
+        if child_of(cluster_folder):
             raise KeyboardInterrupt
 
     monkeypatch.setattr(own_ray.time, "sleep", interrupt)
     with pytest.raises(KeyboardInterrupt):
         own_ray.OwnRay().start()
     monkeypatch.undo()
-    wait_for(lambda: child_of(place) is None)
-    assert not list(place.glob("twostroke-ray-*"))
+    wait_for(lambda: child_of(cluster_folder) is None)
+    assert not list(cluster_folder.glob("twostroke-ray-*"))
 
 
 def test_nothing_stays_of_a_cluster_that_does_not_start(
-    place: Path, monkeypatch: pytest.MonkeyPatch
+    cluster_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(own_ray, "_START_TIMEOUT_S", 0.5)
     with pytest.raises(BackendError, match="Ray does not start"):
         own_ray.OwnRay().start()
-    wait_for(lambda: child_of(place) is None)
-    assert not list(place.glob("twostroke-ray-*"))
+    wait_for(lambda: child_of(cluster_folder) is None)
+    assert not list(cluster_folder.glob("twostroke-ray-*"))

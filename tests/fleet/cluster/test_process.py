@@ -47,8 +47,8 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 
 
 @contextmanager
-def running(*arguments: str, said: list[str] | None = None) -> Iterator[ServerProcess]:
-    say = ([] if said is None else said).append
+def running(*arguments: str, lines: list[str] | None = None) -> Iterator[ServerProcess]:
+    say = ([] if lines is None else lines).append
     server = ServerProcess(arguments, "127.0.0.1", log=say)
     try:
         yield server
@@ -68,8 +68,8 @@ def test_a_server_that_dies_or_freezes_is_started_again(
     tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet_process, "_CHECK_TIMEOUT_S", 0.3)
-    said: list[str] = []
-    with running("serve", tiny, "--in-process", said=said) as server:
+    lines: list[str] = []
+    with running("serve", tiny, "--in-process", lines=lines) as server:
         wait_for(lambda: server.state.is_ready, 30)
         first = server.state
         os.kill(first.pid, signal.SIGKILL)
@@ -83,7 +83,7 @@ def test_a_server_that_dies_or_freezes_is_started_again(
         wait_for(lambda: server.state.pid != second.pid and server.state.is_ready, 30)
         assert is_gone(second.pid)
     assert is_gone(server.state.pid)
-    assert any("does not answer" in line for line in said)
+    assert any("does not answer" in line for line in lines)
 
 
 def test_the_last_sentence_of_a_server_that_cannot_start_is_kept() -> None:
@@ -124,7 +124,7 @@ def test_a_server_that_is_closed_as_it_starts_is_not_left_alone(
 ) -> None:
     started, start = list[subprocess.Popen[bytes]](), subprocess.Popen
 
-    def late(*words: Any, **options: Any) -> subprocess.Popen[bytes]:
+    def start_late(*words: Any, **options: Any) -> subprocess.Popen[bytes]:
         server._stop.set()
         started.append(start([sys.executable, "-c", "import time; time.sleep(60)"], **options))
         return started[0]
@@ -132,7 +132,7 @@ def test_a_server_that_is_closed_as_it_starts_is_not_left_alone(
     monkeypatch.setattr(fleet_process, "_free_port", lambda _host: go.wait(10) and 1)
     go = threading.Event()
     server = ServerProcess(("serve", "none"), "127.0.0.1")
-    monkeypatch.setattr(subprocess, "Popen", late)
+    monkeypatch.setattr(subprocess, "Popen", start_late)
     go.set()
     try:
         server._thread.join(10)

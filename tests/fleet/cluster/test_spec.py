@@ -13,7 +13,7 @@ from twostroke.fleet.cluster.spec import ReplicaPool, flags, read_spec
 if TYPE_CHECKING:
     from pathlib import Path
 
-WHOLE = """
+WHOLE_SPEC = """
 name: shop
 router:
   host: 0.0.0.0
@@ -41,7 +41,7 @@ def read(tmp_path: Path, text: str) -> ReplicaPool:
 
 def test_a_file_becomes_command_lines(tmp_path: Path) -> None:
     path = tmp_path / "fleet.yaml"
-    path.write_text(WHOLE)
+    path.write_text(WHOLE_SPEC)
     spec, _ = read_spec(path)
     chat, other = spec.models
     assert spec.router.arguments == ("route", "--policy", "prefix")

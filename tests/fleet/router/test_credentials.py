@@ -85,8 +85,8 @@ def test_tenants_behind_a_router_see_nothing_of_each_other(guarded: LiveServer) 
         right = {"authorization": f"Bearer {SECRET}"}
         anna, ben = ({**right, "x-twostroke-tenant": name} for name in ("anna 1", "ben 2"))
         body = {"input": "hello", "max_output_tokens": 2}
-        made = http.post("/v1/responses", json=body, headers=anna).json()
-        path = f"/v1/responses/{made['id']}"
+        response = http.post("/v1/responses", json=body, headers=anna).json()
+        path = f"/v1/responses/{response['id']}"
         assert http.get(path, headers=ben).status_code == 404
         assert http.get(path, headers=anna).status_code == 200
 
@@ -113,20 +113,20 @@ def test_a_server_that_ignores_tenants_is_named_once(
             assert f"At 1 of {replicas} tenants share cached prompts" in state["warning"]
             trusting = {replica["url"]: replica["trusts_router"] for replica in state["replicas"]}
             assert trusting == dict.fromkeys(urls, True) | {open_.url: False}
-            [said] = [
+            [warning] = [
                 record.message for record in caplog.records if "ignores tenants" in record.message
             ]
-            assert open_.url in said
+            assert open_.url in warning
         for own_keys in (ApiKeys({"sk-bare": ""}), None):  # nobody's prompts are to be kept apart
             with live_router(open_.url, api_keys=own_keys, replica_key=SECRET) as router:
                 assert "warning" not in httpx.get(f"{router.url}/health", trust_env=False).json()
 
 
 def test_a_server_with_another_secret_says_what_to_do(guarded: LiveServer) -> None:
-    for secret, said in (("other", "does not accept"), (None, "It wants a key")):
+    for secret, reason in (("other", "does not accept"), (None, "It wants a key")):
         with live_router(guarded.url, replica_key=secret) as router:
             [replica] = router.router.fleet.replicas.values()
-            assert said in replica.reason
+            assert reason in replica.reason
             assert "TWOSTROKE_REPLICA_KEY" in replica.reason
 
 
@@ -170,10 +170,10 @@ def test_a_router_can_be_a_replica_of_another(fakes: Loop) -> None:
     replica.load = {"work_s": 9.0}
     with live_router(replica.url) as inner, live_router(inner.url) as outer:
         assert httpx.post(outer.url + _CHAT, json=_BODY).status_code == 200
-        [found] = outer.router.fleet.replicas.values()
-        assert (found.is_foreign, found.facts.models) == (True, ("tiny",))
+        [inner_router] = outer.router.fleet.replicas.values()
+        assert (inner_router.is_foreign, inner_router.facts.models) == (True, ("tiny",))
         replica.health, replica.load = (503, {}), None
-        wait_for(lambda: "no replica" in found.reason)
+        wait_for(lambda: "no replica" in inner_router.reason)
 
 
 def test_the_policy_learns_how_many_requests_wait_at_a_replica(fakes: Loop, monkeypatch) -> None:

@@ -201,13 +201,13 @@ def test_a_replicas_own_sentence_says_why_it_is_down(fakes: Loop) -> None:
     replica = fakes.start(FakeReplica())
     replica.health = (403, {"error": {"message": "Not to the name 'a'."}})
     with live_router(replica.url) as router:
-        [one] = router.router.fleet.replicas.values()
-        assert one.reason == "It says 403: Not to the name 'a'."
+        [replica_state] = router.router.fleet.replicas.values()
+        assert replica_state.reason == "It says 403: Not to the name 'a'."
 
 
 def test_no_replica_is_said_in_a_sentence(fakes: Loop) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as closed_socket:
+        url = f"http://127.0.0.1:{closed_socket.getsockname()[1]}"
     with live_router(url, wait_s=0.1) as router:
         answer = post(router.url)
         health = httpx.get(router.url + "/health", trust_env=False)
@@ -217,18 +217,18 @@ def test_no_replica_is_said_in_a_sentence(fakes: Loop) -> None:
 
 
 def test_a_router_that_stops_lets_nobody_wait() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as closed_socket:
+        url = f"http://127.0.0.1:{closed_socket.getsockname()[1]}"
     with live_router(url, wait_s=60.0) as router, ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(post, router.url)
+        response = pool.submit(post, router.url)
         wait_for(lambda: router.router.num_running == 1)
         router.abort()
-        assert asked.result(10).json()["error"]["code"] == "no_replica"
+        assert response.result(10).json()["error"]["code"] == "no_replica"
 
 
 def test_a_request_waits_for_a_replica_that_comes_back(fakes: Loop) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as closed_socket:
+        port = closed_socket.getsockname()[1]
     with live_router(f"http://127.0.0.1:{port}", wait_s=10.0) as router:
         threading.Timer(0.5, fakes.start, (FakeReplica(), port)).start()
         assert post(router.url).status_code == 200
@@ -246,9 +246,9 @@ def test_a_stored_answer_is_asked_of_the_replica_that_stores_it(fakes: Loop) -> 
 
         replica.behaviour = answer
     with live_router(*(replica.url for replica in replicas), policy="round-robin") as router:
-        ask = lambda **more: httpx.post(  # noqa: E731
+        ask = lambda **fields: httpx.post(  # noqa: E731
             router.url + "/v1/responses",
-            json={"model": "tiny", "input": "x", **more},
+            json={"model": "tiny", "input": "x", **fields},
             trust_env=False,
         ).json()
         first = ask()
@@ -276,12 +276,12 @@ def test_a_stored_conversation_is_asked_of_the_replica_that_stores_it(fakes: Loo
         live_router(*urls, policy="round-robin") as router,
         httpx.Client(base_url=router.url, trust_env=False) as client,
     ):
-        made = client.post("/v1/conversations", json={}).json()
+        created = client.post("/v1/conversations", json={}).json()
         body = {"model": "tiny", "input": "x"}
         for _ in range(3):
-            for conversation in (made["id"], {"id": made["id"]}):
+            for conversation in (created["id"], {"id": created["id"]}):
                 answered = client.post("/v1/responses", json=body | {"conversation": conversation})
-                assert answered.json()["by"] == made["by"]
+                assert answered.json()["by"] == created["by"]
         for number in range(3):
             path = f"/v1/conversations/conv_{number}"
             for response in (
@@ -344,8 +344,8 @@ def test_requests_of_a_replica_that_is_cut_off_are_given_up(fakes: Loop) -> None
 
     replica.behaviour = silent
     with live_router(replica.url, eject_s=60) as router:
-        [one] = router.router.fleet.replicas.values()
-        probe = one.probe
+        [replica_state] = router.router.fleet.replicas.values()
+        probe = replica_state.probe
         assert probe is not None
         lost = TimeoutError(errno.ETIMEDOUT, "as the kernel says it")
         lose = functools.partial(probe._loop.call_soon_threadsafe, probe.connection_lost, lost)
@@ -354,7 +354,7 @@ def test_requests_of_a_replica_that_is_cut_off_are_given_up(fakes: Loop) -> None
         answer = post(router.url)
         assert time.monotonic() - began_s < 25  # the replica is silent for 30 s
     assert json.loads(answer.text.split("data: ")[-2])["error"]["code"] == "replica_failed"
-    assert "cut off" in one.reason
+    assert "cut off" in replica_state.reason
 
 
 def test_browsers_get_the_page_of_the_fleet(fakes: Loop) -> None:
@@ -372,14 +372,14 @@ def test_browsers_get_the_page_of_the_fleet(fakes: Loop) -> None:
 
 
 def test_a_replica_that_drains_gets_no_more(fakes: Loop) -> None:
-    one, other = fakes.start(FakeReplica()), fakes.start(FakeReplica())
-    with live_router(one.url, other.url, policy="round-robin") as router:
-        one.health = (503, {"status": "draining"})
+    first, other = fakes.start(FakeReplica()), fakes.start(FakeReplica())
+    with live_router(first.url, other.url, policy="round-robin") as router:
+        first.health = (503, {"status": "draining"})
         wait_for(lambda: len(router.router.fleet.ready) == 1)
         for _ in range(3):
             assert post(router.url).status_code == 200
-        assert not one.seen
-        one.health = (200, {"status": "ok"})
+        assert not first.seen
+        first.health = (200, {"status": "ok"})
         wait_for(lambda: len(router.router.fleet.ready) == 2)
 
 

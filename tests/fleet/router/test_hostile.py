@@ -26,13 +26,13 @@ class Odd(FakeReplica):
     def __init__(self, *models: str) -> None:
         """Begin as any other."""
         super().__init__(*models)
-        self.said: dict[str, bytes] = {}
+        self.bodies: dict[str, bytes] = {}
         self.num_odd = 0  # such answers
 
     async def _answer(self, exchange: Exchange) -> None:
-        if exchange.path in self.said:
+        if exchange.path in self.bodies:
             self.num_odd += 1
-            await exchange.answer(self.said[exchange.path])
+            await exchange.answer(self.bodies[exchange.path])
         else:
             await super()._answer(exchange)
 
@@ -58,7 +58,7 @@ def test_a_list_of_models_that_is_none_spoils_no_other(fakes: Loop, body: bytes)
     odd, well = fakes.start(Odd("a")), fakes.start(FakeReplica("b"))
     with live_router(odd.url, well.url) as router:
         wait_for(lambda: len(router.router.fleet.ready) == 2)
-        odd.said = {"/v1/models": body}
+        odd.bodies = {"/v1/models": body}
         response = httpx.get(router.url + "/v1/models", trust_env=False)
     assert [row["id"] for row in response.json()["data"]] == ["b"]
 
@@ -69,7 +69,7 @@ def test_anthropics_list_of_models_names_the_first_and_the_last_of_all(fakes: Lo
         wait_for(lambda: len(router.router.fleet.ready) == 2)
         for name, replica in zip("ab", replicas, strict=True):
             row = '{"data":[{"id":"%s"}],"first_id":"%s","last_id":"%s"}'
-            replica.said = {"/v1/models": (row % (name, name, name)).encode()}
+            replica.bodies = {"/v1/models": (row % (name, name, name)).encode()}
         body = httpx.get(router.url + "/v1/models", trust_env=False).json()
     ids = [row["id"] for row in body["data"]]
     assert (sorted(ids), [body["first_id"], body["last_id"]]) == (["a", "b"], ids)
@@ -81,9 +81,9 @@ def test_an_answer_that_cannot_be_read_does_not_end_the_watch(fakes: Loop, path:
     replica.load = {} if path == "/api/load" else None
     with live_router(replica.url) as router:
         wait_for(lambda: len(router.router.fleet.ready) == 1)
-        replica.said = {path: _DEEP}
+        replica.bodies = {path: _DEEP}
         wait_for(lambda: replica.num_odd > 1)
-        replica.said, replica.load, replica.health = {}, None, (200, {"status": "draining"})
+        replica.bodies, replica.load, replica.health = {}, None, (200, {"status": "draining"})
         wait_for(lambda: router.router.fleet.replicas[replica.url].state is ReplicaState.DRAINING)
 
 
@@ -93,7 +93,7 @@ def test_work_beyond_all_measure_is_not_counted(fakes: Loop) -> None:
     with live_router(replica.url) as router:
         wait_for(lambda: len(router.router.fleet.ready) == 1)
         for work_s in (1e308, -1.0):
-            replica.said = {
+            replica.bodies = {
                 "/api/load": json.dumps(LOAD | {"models": [], "work_s": work_s}).encode()
             }
             seen = replica.num_odd
@@ -125,10 +125,10 @@ def test_addresses_and_names_with_a_last_dot_are_taken(url: str) -> None:
 def test_a_server_of_ours_is_known_where_another_one_was(fakes: Loop) -> None:
     replica = fakes.start(FakeReplica())
     with live_router(replica.url) as router:
-        known = router.router.fleet.replicas[replica.url]
-        wait_for(lambda: known.is_foreign and known.state is ReplicaState.READY)
+        replica_state = router.router.fleet.replicas[replica.url]
+        wait_for(lambda: replica_state.is_foreign and replica_state.state is ReplicaState.READY)
         replica.health = (503, {})
-        wait_for(lambda: known.state is ReplicaState.DOWN)
+        wait_for(lambda: replica_state.state is ReplicaState.DOWN)
         replica.load = {"version": "9"}
-        wait_for(lambda: known.facts.version == "9")
-        assert not known.is_foreign
+        wait_for(lambda: replica_state.facts.version == "9")
+        assert not replica_state.is_foreign

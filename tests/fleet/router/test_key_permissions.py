@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from support.accounts import BODY, CHAT, SECRET, USAGE, accounting, post, used, whole
+from support.accounts import BODY, CHAT, SECRET, USAGE, accounting, post, used, whole_response
 from support.keys import add, revoke
 from support.replicas import Exchange, FakeReplica, Loop
 from support.servers import wait_for
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 def test_limits_hold_before_a_replica_is_asked(fakes: Loop, tmp_path: Path) -> None:
     replica = fakes.start(FakeReplica())
-    replica.behaviour = whole({"usage": USAGE})
+    replica.behaviour = whole_response({"usage": USAGE})
     limited, text = add(tmp_path, limits=KeyLimits(requests_per_minute=6))
     _, free = add(tmp_path, "free", "ben")
     with accounting(tmp_path, replica.url) as router:
@@ -58,11 +58,11 @@ def test_tokens_are_taken_at_admission_and_settled_by_the_answer(
     replica = fakes.start(FakeReplica())
     hold = asyncio.Event()
 
-    async def held(exchange: Exchange) -> None:
+    async def hold_answer(exchange: Exchange) -> None:
         await hold.wait()
         await exchange.answer({"usage": USAGE})
 
-    replica.behaviour = held
+    replica.behaviour = hold_answer
     _, text = add(tmp_path, limits=KeyLimits(tokens_per_minute=100))
     with accounting(tmp_path, replica.url) as router:
         url, headers = router.url + CHAT, {"x-api-key": text}
@@ -88,7 +88,7 @@ def test_tokens_are_taken_at_admission_and_settled_by_the_answer(
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "most"),
+    ("path", "body", "max_tokens"),
     [
         (CHAT, {}, 1000), (CHAT, {"max_tokens": 7}, 7), (CHAT, {"max_tokens": 9999}, 1000),
         (CHAT, {"max_tokens": "seven"}, 1000), (CHAT, {"n": 1e308}, 1 << 40),
@@ -106,14 +106,14 @@ def test_tokens_are_taken_at_admission_and_settled_by_the_answer(
     ],
 )  # fmt: skip
 def test_an_estimate_is_the_most_that_answers_may_have(
-    path: str, body: dict[str, Any], most: int
+    path: str, body: dict[str, Any], max_tokens: int
 ) -> None:
     prompt = read_prompt(json.dumps(body).encode(), b"")
-    assert prompt.max_answer_tokens(path, 1000) == most
+    assert prompt.max_answer_tokens(path, 1000) == max_tokens
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "most"),
+    ("path", "body", "max_tokens"),
     [
         (CHAT, {"max_tokens": 7, "max_completion_tokens": 9}, 9), (CHAT, {"n_predict": 1}, 1000),
         (CHAT, {"n_predict": 1, "max_tokens": 7}, 7), (CHAT, {"max_tokens": 0}, 1000),
@@ -122,18 +122,18 @@ def test_an_estimate_is_the_most_that_answers_may_have(
     ],
 )  # fmt: skip
 def test_an_estimate_for_servers_of_others_is_the_largest(
-    path: str, body: dict[str, Any], most: int
+    path: str, body: dict[str, Any], max_tokens: int
 ) -> None:
     prompt = read_prompt(json.dumps(body).encode(), b"")
-    assert prompt.max_answer_tokens(path, 1000, is_foreign=True) == most
+    assert prompt.max_answer_tokens(path, 1000, is_foreign=True) == max_tokens
 
 
 def test_classes_hold_for_all_servers_and_are_told_to_ours(fakes: Loop, tmp_path: Path) -> None:
     replica = fakes.start(FakeReplica())
     _, text = add(tmp_path, classes=("default", "flex"), weight=2.5)
     with accounting(tmp_path, replica.url) as router:
-        asked = [b'"service_tier": "priority"', b'"priority": -1', b'"priority": "\\u002d1"']
-        for field in asked:
+        sent_fields = [b'"service_tier": "priority"', b'"priority": -1', b'"priority": "\\u002d1"']
+        for field in sent_fields:
             headers = {"x-api-key": text, "content-type": "application/json"}
             body = b'{"prompt": "hello", %s}' % field
             refused = httpx.post(router.url + CHAT, content=body, headers=headers, trust_env=False)
@@ -178,8 +178,8 @@ def test_batches_are_refused_and_what_is_there_can_be_read(fakes: Loop, tmp_path
 def test_files_of_a_server_that_has_not_answered_yet_are_asked_for_later(
     fakes: Loop, tmp_path: Path
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as closed_socket:
+        port = closed_socket.getsockname()[1]
     replica, (_, text) = FakeReplica(), add(tmp_path)
     replica.load = {"keeps_files": True}
     with accounting(tmp_path, f"http://127.0.0.1:{port}") as router:
@@ -210,25 +210,25 @@ def test_what_is_for_operators_is_not_passed_on(fakes: Loop, tmp_path: Path) -> 
     replica = fakes.start(FakeReplica())
     replica.load = {"keeps_files": True}
     _, text = add(tmp_path)
-    asked = [
+    refused_lines = [
         *("POST /sleep", "GET /slots", "PUT /api/generate", "DELETE /api/delete"),
         *("POST //v1/batches", "POST /v1/responses/x/../../../sleep", "POST /api/pull"),
         *("GET /v1/models/../../slots", "GET /v1/models/%252e%252e/slots"),
     ]
-    known = ["GET /v1/models/a/b:c", "DELETE /v1/files/x", "HEAD /v1/batches", "GET /props"]
+    passed_lines = ["GET /v1/models/a/b:c", "DELETE /v1/files/x", "HEAD /v1/batches", "GET /props"]
     headers = {"x-api-key": text, "content-type": "application/json"}
     with accounting(tmp_path, replica.url) as router:
         client = HTTPConnection(router.url.removeprefix("http://"))  # sends paths as they are
-        for line in asked:
+        for line in refused_lines:
             client.request(*line.split(), body="{}", headers=headers)
             answer = client.getresponse()
             assert (answer.status, b"does not pass on" in answer.read()) == (404, True), line
         client.close()
         assert not replica.seen
-        for line in known:
+        for line in passed_lines:
             method, path = line.split()
             assert httpx.request(method, router.url + path, headers=headers).is_success
-    assert len(replica.seen) == len(known)
+    assert len(replica.seen) == len(passed_lines)
     assert used(tmp_path) == []
 
 
@@ -259,8 +259,8 @@ def test_a_client_that_says_who_it_is_is_not_believed(fakes: Loop, tmp_path: Pat
 
 
 def test_a_router_without_replicas_charges_nothing(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as closed_socket:
+        url = f"http://127.0.0.1:{closed_socket.getsockname()[1]}"
     _, text = add(tmp_path, limits=KeyLimits(tokens_per_minute=100_000))
     with accounting(tmp_path, url) as router:
         long = [{"role": "user", "content": "x" * 40_000}]

@@ -30,7 +30,7 @@ _NUM_REPLICAS = 6
 _CHAT = "/v1/chat/completions"
 
 
-def said(text: str) -> list[dict[str, Any]]:
+def user_message(text: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": text}]
 
 
@@ -40,16 +40,16 @@ def parts(text: str, kind: str) -> list[dict[str, Any]]:
 
 # The same text on each path that an engine computes, and in each form that the path takes.
 BODIES: list[tuple[str, Callable[[str], dict[str, Any]]]] = [
-    (_CHAT, lambda text: {"messages": said(text)}),
+    (_CHAT, lambda text: {"messages": user_message(text)}),
     (_CHAT, lambda text: {"messages": parts(text, "text"), "max_tokens": 3}),
     ("/v1/completions", lambda text: {"prompt": text}),
     ("/v1/completions", lambda text: {"prompt": [text], "temperature": 0.5}),
     ("/v1/responses", lambda text: {"input": text}),
     ("/v1/responses", lambda text: {"input": parts(text, "input_text")}),
-    ("/v1/messages", lambda text: {"messages": said(text), "max_tokens": 5}),
+    ("/v1/messages", lambda text: {"messages": user_message(text), "max_tokens": 5}),
     ("/completion", lambda text: {"prompt": text, "n_predict": 4}),
     ("/infill", lambda text: {"input_prefix": text, "input_suffix": ""}),
-    ("/api/chat", lambda text: {"messages": said(text), "options": {"seed": 1}}),
+    ("/api/chat", lambda text: {"messages": user_message(text), "options": {"seed": 1}}),
     ("/api/generate", lambda text: {"prompt": text, "raw": True}),
     ("/v1/embeddings", lambda text: {"input": [text]}),
     ("/embeddings", lambda text: {"content": text}),
@@ -134,7 +134,7 @@ def _killer() -> EngineKillerError:
 def test_a_small_fleet_is_not_asked_more_often(fakes: Loop, count: int) -> None:
     replicas = fleet(fakes, killed_by(b"KILL"))[:count]
     with live_router(*(replica.url for replica in replicas), wait_s=20.0) as router:
-        assert post(router.url, _CHAT, {"messages": said("KILL")}).status_code == 400
+        assert post(router.url, _CHAT, {"messages": user_message("KILL")}).status_code == 400
         assert num_seen(replicas, b"KILL") == MAX_TRIES
 
 
@@ -187,7 +187,7 @@ def test_a_text_with_the_words_of_the_error_is_no_death(fakes: Loop) -> None:
     replicas = fleet(fakes, quotes)
     with live_router(*(replica.url for replica in replicas)) as router:
         for _ in range(2 * MAX_TRIES):
-            assert post(router.url, _CHAT, {"messages": said("Hi")}).status_code == 200
+            assert post(router.url, _CHAT, {"messages": user_message("Hi")}).status_code == 200
 
 
 def test_servers_that_have_no_room_are_no_deaths(fakes: Loop) -> None:
@@ -197,7 +197,7 @@ def test_servers_that_have_no_room_are_no_deaths(fakes: Loop) -> None:
     replicas = fleet(fakes, full)
     with live_router(*(replica.url for replica in replicas), wait_s=0.1) as router:
         for _ in range(2):
-            answer = post(router.url, _CHAT, {"messages": said("Hi")})
+            answer = post(router.url, _CHAT, {"messages": user_message("Hi")})
             assert (answer.status_code, "stopping" in answer.text) == (503, True)
         assert num_seen(replicas, b"Hi") >= 2 * _NUM_REPLICAS
 
@@ -208,7 +208,7 @@ def test_servers_that_end_with_a_request_are_known_for_a_minute(fakes: Loop) -> 
 
     replicas = fleet(fakes, killed_by(b"KILL", cut))
     with live_router(*(replica.url for replica in replicas)) as router:
-        statuses = [post(router.url, _CHAT, {"messages": said("KILL")}) for _ in range(3)]
+        statuses = [post(router.url, _CHAT, {"messages": user_message("KILL")}) for _ in range(3)]
         assert [status.status_code for status in statuses] == [502, 400, 400]
         assert num_seen(replicas, b"KILL") == MAX_TRIES
 
@@ -234,7 +234,9 @@ def test_what_ran_beside_a_killer_is_answered(fakes: Loop) -> None:
         live_router(*(replica.url for replica in replicas), wait_s=20.0) as router,
         ThreadPoolExecutor(8) as pool,
     ):
-        requests = [pool.submit(post, router.url, _CHAT, {"messages": said(t)}) for t in texts]
+        requests = [
+            pool.submit(post, router.url, _CHAT, {"messages": user_message(t)}) for t in texts
+        ]
         assert [request.result(30).status_code for request in requests] == [400] + [200] * 7
         assert num_seen(replicas, b"KILL") == MAX_TRIES
 
@@ -277,18 +279,23 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("first_body", "other"),
     [
-        ({"messages": said("a")}, {"messages": said("b")}),
-        ({"messages": said("a")}, {"messages": said("a"), "tools": [{"name": "f"}]}),
-        ({"messages": said("a")}, {"messages": said("a"), "json_schema": SCHEMA}),
+        ({"messages": user_message("a")}, {"messages": user_message("b")}),
+        (
+            {"messages": user_message("a")},
+            {"messages": user_message("a"), "tools": [{"name": "f"}]},
+        ),
+        ({"messages": user_message("a")}, {"messages": user_message("a"), "json_schema": SCHEMA}),
         ({"prompt": [1, 2]}, {"prompt": [1, 3]}),
         ({"input": "a"}, {"input": "a", "previous_response_id": "resp_1"}),
         ({"input": "a"}, {"input": "a", "instructions": "b"}),
     ],
 )
-def test_another_content_has_another_hash(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert hash_of(one) != hash_of(other)
+def test_another_content_has_another_hash(
+    first_body: dict[str, Any], other: dict[str, Any]
+) -> None:
+    assert hash_of(first_body) != hash_of(other)
 
 
 def hash_of(body: dict[str, Any]) -> bytes:

@@ -18,8 +18,8 @@ def post(url: str, body: object) -> httpx.Response:
 
 
 def test_a_model_whose_replicas_are_down_is_named(fakes: Loop) -> None:
-    one, other = fakes.start(FakeReplica("a")), fakes.start(FakeReplica("b"))
-    with live_router(one.url, other.url, wait_s=0.0) as router:
+    first, other = fakes.start(FakeReplica("a")), fakes.start(FakeReplica("b"))
+    with live_router(first.url, other.url, wait_s=0.0) as router:
         wait_for(lambda: len(router.router.fleet.ready) == 2)
         other.health = (503, {})
         wait_for(lambda: len(router.router.fleet.ready) == 1)
@@ -29,20 +29,20 @@ def test_a_model_whose_replicas_are_down_is_named(fakes: Loop) -> None:
 
 
 def test_models_are_those_of_all_and_requests_go_to_who_has_theirs(fakes: Loop) -> None:
-    one, other = fakes.start(FakeReplica("a", "b")), fakes.start(FakeReplica("c"))
-    with live_router(one.url, other.url) as router:
+    first, other = fakes.start(FakeReplica("a", "b")), fakes.start(FakeReplica("c"))
+    with live_router(first.url, other.url) as router:
         body = httpx.get(router.url + "/v1/models", trust_env=False).json()
         for _ in range(3):
             assert post(router.url, _BODY | {"model": "c"}).status_code == 200
         httpx.get(router.url + "/v1/models/b", trust_env=False)
     assert {row["id"] for row in body["data"]} == {"a", "b", "c"}
-    assert ([row.path for row in one.seen], len(other.seen)) == (["/v1/models/b"], 3)
+    assert ([row.path for row in first.seen], len(other.seen)) == (["/v1/models/b"], 3)
 
 
 def test_a_model_is_found_under_all_its_names(fakes: Loop) -> None:
-    one, other = fakes.start(FakeReplica("a", "b")), fakes.start(FakeReplica("c", "org/D"))
+    first, other = fakes.start(FakeReplica("a", "b")), fakes.start(FakeReplica("c", "org/D"))
     third = fakes.start(FakeReplica("my/C"))
-    with live_router(one.url, other.url, third.url) as router:
+    with live_router(first.url, other.url, third.url) as router:
         listed = httpx.get(router.url + "/v1/models", trust_env=False).json()["data"]
         assert {row["id"] for row in listed} == {"a", "b", "c", "org/D", "my/C"}
         for name in ("c", "c", "org/D", "D", "openai/d:latest", "d:latest"):
@@ -50,7 +50,7 @@ def test_a_model_is_found_under_all_its_names(fakes: Loop) -> None:
         assert len(other.seen) == 6
         httpx.get(router.url + "/v1/models/openai/B:latest", trust_env=False)
         post(router.url, _BODY | {"model": "my/C"})
-    assert [row.path for row in one.seen] == ["/v1/models/openai/B:latest"]
+    assert [row.path for row in first.seen] == ["/v1/models/openai/B:latest"]
     assert (len(other.seen), len(third.seen)) == (6, 1)
 
 
@@ -83,8 +83,8 @@ def test_a_name_that_no_replica_lists_goes_to_who_may_take_it(
 
 @pytest.mark.parametrize("path", ["/props", "/tokenizer_info", "/slots"])
 def test_a_model_in_the_query_is_asked_of_its_replica(fakes: Loop, path: str) -> None:
-    one, other = fakes.start(FakeReplica("a")), fakes.start(FakeReplica("c", "org/D"))
-    with live_router(one.url, other.url) as router:
+    first, other = fakes.start(FakeReplica("a")), fakes.start(FakeReplica("c", "org/D"))
+    with live_router(first.url, other.url) as router:
         for name in ("c", "c", "org%2FD"):
             httpx.get(f"{router.url}{path}?model={name}", trust_env=False)
-    assert (len(one.seen), len(other.seen)) == (0, 3)
+    assert (len(first.seen), len(other.seen)) == (0, 3)

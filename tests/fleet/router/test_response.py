@@ -7,7 +7,7 @@ import pytest
 from twostroke.fleet.router.response import ReplicaError, ResponseReader
 
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n"
-_WHOLE = {
+_WHOLE_RESPONSES = {
     "length": (_HEAD + b"content-length: 5\r\n\r\nhello", b"hello", False),
     "chunks": (
         _HEAD + b"transfer-encoding: chunked\r\n\r\n3\r\nhel\r\n2;x=y\r\nlo\r\n0\r\n\r\n",
@@ -31,16 +31,16 @@ _WHOLE = {
 }
 
 
-@pytest.mark.parametrize("name", _WHOLE)
+@pytest.mark.parametrize("name", _WHOLE_RESPONSES)
 def test_a_response_is_the_same_wherever_it_is_cut(name: str) -> None:
-    text, body, is_last = _WHOLE[name]
+    text, body, is_last = _WHOLE_RESPONSES[name]
     for step in (1, 2, 3, 7, len(text)):
-        reader, found = ResponseReader(), b""
+        reader, body_read = ResponseReader(), b""
         for at in range(0, len(text), step):
             if not reader.is_whole:
-                found += reader.feed(text[at : at + step])
+                body_read += reader.feed(text[at : at + step])
                 at_end = at + step
-        assert (reader.is_whole, found) == (True, body)
+        assert (reader.is_whole, body_read) == (True, body)
         assert reader.is_last is is_last or at_end < len(text)
 
 

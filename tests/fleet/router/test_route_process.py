@@ -30,8 +30,8 @@ _SECRET = {"TWOSTROKE_REPLICA_KEY": "router-secret"}
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port: int = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as free_socket:
+        port: int = free_socket.getsockname()[1]
     return port
 
 
@@ -70,10 +70,12 @@ def test_a_limit_holds_for_two_servers_together(tmp_path: Path) -> None:
             return False
 
     with ExitStack() as stack:
-        for number, one in enumerate(ports):
-            (place := tmp_path / str(number)).mkdir()
+        for number, server_port in enumerate(ports):
+            (server_folder := tmp_path / str(number)).mkdir()
             serve = str(_TESTS / "support" / "serve_tiny.py")
-            stack.enter_context(running(sys.executable, serve, str(place), str(one), "5"))
+            stack.enter_context(
+                running(sys.executable, serve, str(server_folder), str(server_port), "5")
+            )
         named = [word for port in ports for word in ("--replica", f"http://127.0.0.1:{port}")]
         options = ("--records", str(folder), "--policy", "round-robin", *named)
         stack.enter_context(running(*_ROUTE, "--port", str(port), *options))
@@ -93,9 +95,9 @@ def test_a_limit_holds_for_two_servers_together(tmp_path: Path) -> None:
         assert all(replica["requests"] >= 2 for replica in state["replicas"])
         direct = httpx.get(f"http://127.0.0.1:{ports[0]}/v1/models", headers=headers)
         assert direct.status_code == 401  # replicas answer their router alone
-        code, said = refusal("--records", str(folder), **_SECRET)
-        assert (code, said.count("\n")) == (1, 1)
-        assert f"Another server or router uses {folder}" in said
+        code, message = refusal("--records", str(folder), **_SECRET)
+        assert (code, message.count("\n")) == (1, 1)
+        assert f"Another server or router uses {folder}" in message
     with open_database(folder) as db:
         [amount] = amounts(db, "0000", "9999")
     assert (amount.owner.key, amount.owner.tenant) == (key.id, "anna")
@@ -109,13 +111,13 @@ def test_the_secret_of_the_replicas_is_checked_at_the_start() -> None:
         "two words": "The key in TWOSTROKE_REPLICA_KEY must be 1 to",
     }
     for secret, reason in reasons.items():
-        code, said = refusal(TWOSTROKE_REPLICA_KEY=secret)
-        assert (code, said.count("\n")) == (2, 1)
-        assert reason in said
+        code, message = refusal(TWOSTROKE_REPLICA_KEY=secret)
+        assert (code, message.count("\n")) == (2, 1)
+        assert reason in message
 
 
 def test_records_need_the_secret_of_the_replicas(tmp_path: Path) -> None:
-    code, said = refusal("--records", str(tmp_path / "records"))
-    assert (code, said.count("\n")) == (2, 1)
-    assert "TWOSTROKE_REPLICA_KEY" in said
+    code, message = refusal("--records", str(tmp_path / "records"))
+    assert (code, message.count("\n")) == (2, 1)
+    assert "TWOSTROKE_REPLICA_KEY" in message
     assert not (tmp_path / "records").exists()

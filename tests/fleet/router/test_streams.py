@@ -75,14 +75,14 @@ def test_a_reader_that_never_reads_is_cut_off(fakes: Loop) -> None:
 
 def test_events_stay_whole_and_in_order_for_a_reader_that_pauses(fakes: Loop) -> None:
     replica, rng = fakes.start(FakeReplica()), random.Random(1)
-    whole = b"".join(b"data: %d %s\n\n" % (n, b"x" * rng.randrange(9000)) for n in range(500))
+    all_events = b"".join(b"data: %d %s\n\n" % (n, b"x" * rng.randrange(9000)) for n in range(500))
 
     async def in_pieces(exchange: Exchange) -> None:
         await exchange.begin_events()
         at = 0
-        while at < len(whole):
+        while at < len(all_events):
             size = rng.choice((1, 7, 500, 3000, 20_000))
-            await exchange.chunk(whole[at : at + size])
+            await exchange.chunk(all_events[at : at + size])
             at += size
             if rng.random() < 0.1:
                 await asyncio.sleep(0.001)
@@ -99,7 +99,7 @@ def test_events_stay_whole_and_in_order_for_a_reader_that_pauses(fakes: Loop) ->
             chunks.append(chunk)
             if rng.random() < 0.02:
                 time.sleep(0.05)
-    assert b"".join(chunks) == whole
+    assert b"".join(chunks) == all_events
 
 
 def test_a_stream_has_a_packet_for_its_head_and_first_event_and_one_for_its_end(
@@ -142,7 +142,7 @@ class Silent(asyncio.Transport):
 
 def test_a_sink_gets_only_what_nothing_else_is_before() -> None:
     async def play() -> list[bytes]:
-        connection, given = (
+        connection, given_chunks = (
             UpstreamConnection(ConnectionPool(Address.of("http://a:1"))),
             list[bytes](),
         )
@@ -151,7 +151,7 @@ def test_a_sink_gets_only_what_nothing_else_is_before() -> None:
         await asyncio.sleep(0)
         connection.data_received(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n")
         assert (await requesting).status == 200
-        connection.sink = lambda data: given.append(data) is None
+        connection.sink = lambda data: given_chunks.append(data) is None
         connection.data_received(b"1\r\nb\r\n")
         assert await connection.read() == b"ab"
         reading = asyncio.ensure_future(connection.read())
@@ -159,7 +159,7 @@ def test_a_sink_gets_only_what_nothing_else_is_before() -> None:
         connection.data_received(b"1\r\nc\r\n")
         connection.data_received(b"1\r\nd\r\n0\r\n\r\n")
         assert (await reading, connection.is_read) == (b"d", True)
-        return given
+        return given_chunks
 
     assert asyncio.run(play()) == [b"c"]
 

@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from support.accounts import BODY, CHAT, SECRET, USAGE, accounting, asleep, post, used, whole
+from support.accounts import (
+    BODY,
+    CHAT,
+    SECRET,
+    USAGE,
+    accounting,
+    asleep,
+    post,
+    used,
+    whole_response,
+)
 from support.keys import add
 from support.replicas import Exchange, FakeReplica, Loop
 from support.servers import live_server, wait_for
@@ -34,7 +44,9 @@ def trusting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         yield server
 
 
-def told(*events: bytes, usage: str = "9 3 4", last: bytes = b"") -> Callable[[Exchange], Any]:
+def answer_with_usage(
+    *events: bytes, usage: str = "9 3 4", last: bytes = b""
+) -> Callable[[Exchange], Any]:
     """A stream as a server of ours sends it, in pieces that split its last line."""
 
     async def behave(exchange: Exchange) -> None:
@@ -72,10 +84,10 @@ _ANTHROPIC = (
 )
 _CHOICES_END = b'data: {"choices":[],"timings":{},"usage":' + json.dumps(USAGE).encode() + b"}\n\n"
 _FOREIGN: dict[str, tuple[str, Callable[[Exchange], Any], tuple[int, int, int]]] = {
-    "a whole chat": (CHAT, whole({"choices": [], "usage": USAGE}), (9, 0, 4)),
+    "a whole chat": (CHAT, whole_response({"choices": [], "usage": USAGE}), (9, 0, 4)),
     "cached": (
         "/v1/responses",
-        whole(
+        whole_response(
             {
                 "output": [{"arguments": '{"usage": {"input_tokens": 1}}'}],
                 "usage": {
@@ -98,7 +110,7 @@ _FOREIGN: dict[str, tuple[str, Callable[[Exchange], Any], tuple[int, int, int]]]
     ),
     "several of llama-server's": (
         "/completion",
-        whole([{"tokens_predicted": 1, "tokens_evaluated": 3}] * 2),
+        whole_response([{"tokens_predicted": 1, "tokens_evaluated": 3}] * 2),
         (6, 0, 2),
     ),
     "a stream of several of llama-server's": (
@@ -119,7 +131,7 @@ _FOREIGN: dict[str, tuple[str, Callable[[Exchange], Any], tuple[int, int, int]]]
     ),
     "several choices of llama-server's, which says the first one's": (
         "/v1/completions",
-        whole(
+        whole_response(
             {
                 "choices": [{"text": "x" * 45, "finish_reason": "length"}] * 2,
                 "usage": USAGE,
@@ -128,10 +140,14 @@ _FOREIGN: dict[str, tuple[str, Callable[[Exchange], Any], tuple[int, int, int]]]
         ),
         (6, 0, 74),
     ),
-    "a path below": (f"{CHAT}/batch", whole({"usage": {**USAGE, "prompt_tokens": -1}}), (0, 0, 4)),
-    "a sum alone": ("/rerank", whole({"usage": {"total_tokens": 8}}), (8, 0, 0)),
-    "an absurd count": (CHAT, whole({"usage": {"prompt_tokens": 10**19}}), (10**12, 0, 0)),
-    "nothing said": ("/v1/completions", whole({"text": "x" * 69}), (6, 0, 20)),
+    "a path below": (
+        f"{CHAT}/batch",
+        whole_response({"usage": {**USAGE, "prompt_tokens": -1}}),
+        (0, 0, 4),
+    ),
+    "a sum alone": ("/rerank", whole_response({"usage": {"total_tokens": 8}}), (8, 0, 0)),
+    "an absurd count": (CHAT, whole_response({"usage": {"prompt_tokens": 10**19}}), (10**12, 0, 0)),
+    "nothing said": ("/v1/completions", whole_response({"text": "x" * 69}), (6, 0, 20)),
     "a stream without": (CHAT, streamed(*[b'data: {"n":1}\n\n'] * 7), (15, 0, 7)),
 }
 
@@ -160,10 +176,10 @@ def test_a_stream_is_asked_for_its_usage_and_its_client_sees_nothing_of_it(
     key, text = add(tmp_path)
     with accounting(tmp_path, replica.url) as router:
         plain = post(router, text, stream=True)
-        asked = post(router, text, stream=True, stream_options={"include_usage": True})
+        response = post(router, text, stream=True, stream_options={"include_usage": True})
         post(router, text, stream=True, stream_options={"include_usage": False, "x": 1})
     assert plain.content == events[0] + b"data: [DONE]\n\n"
-    assert asked.content == events[0] + usage + b"data: [DONE]\n\n"
+    assert response.content == events[0] + usage + b"data: [DONE]\n\n"
     bodies = [json.loads(exchange.body) for exchange in replica.seen]
     assert bodies[0] == {**BODY, "stream": True, "stream_options": {"include_usage": True}}
     assert bodies[2]["stream_options"] == {"include_usage": True, "x": 1}
@@ -192,7 +208,7 @@ def test_only_streams_that_do_not_ask_are_made_to() -> None:
 def test_a_told_usage_is_taken_out_of_the_stream(fakes: Loop, tmp_path: Path) -> None:
     replica = fakes.start(FakeReplica())
     event = b'data: {"text": "a\\n: twostroke-usage 1 1 1"}\n\n'
-    replica.behaviour = told(event, event)
+    replica.behaviour = answer_with_usage(event, event)
     key, text = add(tmp_path)
     with accounting(tmp_path, replica.url) as router:
         answer = post(router, text, stream=True)
@@ -212,7 +228,7 @@ def test_a_stream_that_fails_or_is_refused_is_not_counted(fakes: Loop, tmp_path:
         await exchange.answer({"error": {}}, 429)
 
     with accounting(tmp_path, replica.url) as router:
-        for behaviour in (told(b'data: {"error": {}}\n\n', last=b"\n"), refuse, busy):
+        for behaviour in (answer_with_usage(b'data: {"error": {}}\n\n', last=b"\n"), refuse, busy):
             replica.behaviour = behaviour
             post(router, text, stream=True)
     assert used(tmp_path) == []
@@ -259,9 +275,9 @@ def test_what_is_computed_unseen_is_charged_by_the_time_it_took(
         assert post(router, text).status_code == 200
         replica.behaviour = asleep
         for max_tokens in (1000, 5):
-            asked, headers = {**BODY, "max_tokens": max_tokens}, {"x-api-key": text}
+            body, headers = {**BODY, "max_tokens": max_tokens}, {"x-api-key": text}
             with pytest.raises(httpx.ReadTimeout):
-                httpx.post(router.url + CHAT, json=asked, headers=headers, timeout=1)
+                httpx.post(router.url + CHAT, json=body, headers=headers, timeout=1)
         wait_for(lambda: router.router.num_running == 0)
     [(*_, requests, _, _, output)] = used(tmp_path)
     assert requests == 3
@@ -271,7 +287,7 @@ def test_what_is_computed_unseen_is_charged_by_the_time_it_took(
 def test_ours_tell_what_their_own_accounts_have(trusting: LiveServer, tmp_path: Path) -> None:
     key, text = add(tmp_path)
     long = "hello " * 40
-    asked: list[tuple[str, dict[str, Any]]] = [
+    cases: list[tuple[str, dict[str, Any]]] = [
         (CHAT, {"max_tokens": 5}),
         (CHAT, {"max_tokens": 5, "stream": True}),
         (CHAT, {"max_tokens": 3, "stream": True, "stream_options": {"include_usage": True}}),
@@ -292,7 +308,7 @@ def test_ours_tell_what_their_own_accounts_have(trusting: LiveServer, tmp_path: 
     with accounting(tmp_path, trusting.url) as router:
         wait_for(lambda: bool(router.router.fleet.ready))
         assert router.router.fleet.context_length == trusting.client.card.context_length
-        for path, fields in asked:
+        for path, fields in cases:
             answer = post(router, text, path, **fields)
             assert "twostroke-usage" not in answer.text + str(answer.headers), path
             if '"stream": true' in json.dumps(fields) and "v1/c" in path:
@@ -345,9 +361,9 @@ class Sums:
     def __init__(self, sums: list[int]) -> None:
         self.sums = sums
 
-    def observe(self, served: Any) -> None:
-        counts = served.used
-        if counts is not None and served.error is None:
+    def observe(self, usage_entry: Any) -> None:
+        counts = usage_entry.used
+        if counts is not None and usage_entry.error is None:
             each = (1, counts.prompt_tokens, counts.cached_tokens, counts.completion_tokens)
             self.sums[:] = [old + new for old, new in zip(self.sums, each, strict=True)]
 

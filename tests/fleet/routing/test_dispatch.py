@@ -35,8 +35,8 @@ class Fleet:
         self.dispatcher.unit_s = [1.0] * count
 
     def route(self, *keys: int, tried=()):
-        asked = RoutingKey(keys, _SIZE * len(keys), keys[0] if keys else 0)
-        return self.dispatcher.decide(asked, None, tried)
+        routing_key = RoutingKey(keys, _SIZE * len(keys), keys[0] if keys else 0)
+        return self.dispatcher.decide(routing_key, None, tried)
 
     def finish(self, routed_request) -> None:
         self.dispatcher.record_first_token(routed_request)
@@ -50,8 +50,8 @@ def test_a_conversation_comes_back_to_its_pages() -> None:
     fleet.finish(first)
     for number in range(20, 26):
         fleet.finish(fleet.route(number))
-    again = fleet.route(1, 2, 3, 4)
-    assert (again.index, again.hit_units, again.missing_units) == (first.index, 30, 10)
+    second = fleet.route(1, 2, 3, 4)
+    assert (second.index, second.hit_units, second.missing_units) == (first.index, 30, 10)
 
 
 def test_prompts_of_an_idle_fleet_fill_the_caches_of_all() -> None:
@@ -136,8 +136,8 @@ def test_the_first_token_of_one_replica_leaves_no_other_with_the_pace_of_whole_a
         fleet.now_s += took_s
         fleet.dispatcher.record_first_token(routed_request, is_whole_answer=start < 2000)
         fleet.dispatcher.end(routed_request)
-    one, other = fleet.dispatcher.unit_s
-    assert one == pytest.approx(other)
+    first_pace, other = fleet.dispatcher.unit_s
+    assert first_pace == pytest.approx(other)
 
 
 def test_a_replica_that_was_slow_once_gets_its_part_of_short_prompts() -> None:
@@ -204,9 +204,9 @@ def test_two_choices_and_turns_use_all_replicas_and_avoid_the_busiest() -> None:
     views = [RoutingState(n, wait_s, zeros, zeros) for n in range(4000)]
     turns = Counter(POLICIES["round-robin"](view) for view in views)
     assert turns == dict.fromkeys(range(4), 1000)
-    chosen = Counter(POLICIES["two-choices"](view) for view in views)
-    assert chosen[3] == pytest.approx(4000 * 7 / 16, rel=0.1)
-    assert chosen[2] == pytest.approx(4000 * 1 / 16, rel=0.2)
+    choices = Counter(POLICIES["two-choices"](view) for view in views)
+    assert choices[3] == pytest.approx(4000 * 7 / 16, rel=0.1)
+    assert choices[2] == pytest.approx(4000 * 1 / 16, rel=0.2)
 
 
 def test_homes_move_only_where_a_replica_leaves() -> None:
@@ -237,8 +237,10 @@ def test_prompts_share_what_their_keys_share() -> None:
         texts.append(keys)
         path = tree.find(keys)
         for index in (0, 1):
-            asked = [one for one, at in plain if at == index]
-            assert tree.num_cached(path, index) == max([_shared(one, keys) for one in asked] or [0])
+            replica_prompts = [prompt_keys for prompt_keys, at in plain if at == index]
+            assert tree.num_cached(path, index) == max(
+                [_shared(prompt_keys, keys) for prompt_keys in replica_prompts] or [0]
+            )
         longest, counts = tree.longest_prefix(path)
         assert longest == max(tree.num_cached(path, index) for index in (0, 1))
         assert set(counts) == {p for p in (0, 1) if longest and tree.num_cached(path, p) == longest}
@@ -248,8 +250,8 @@ def test_prompts_share_what_their_keys_share() -> None:
     assert len(tree) == len({key for keys in texts for key in keys})
 
 
-def _shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    return sum(a == b for a, b in zip(one, other, strict=False))
+def _shared(keys: tuple[int, ...], other: tuple[int, ...]) -> int:
+    return sum(a == b for a, b in zip(keys, other, strict=False))
 
 
 def test_keys_follow_the_text_and_the_salt() -> None:
@@ -274,11 +276,11 @@ def test_keys_follow_the_text_and_the_salt() -> None:
 
 def test_a_turn_of_a_conversation_begins_as_the_one_before() -> None:
     output = '{"role":"user","content":"' + "x" * 3000 + '"}'
-    one = f'{{"model":"m","messages":[{output}],"stream":true}}'.encode()
+    first_body = f'{{"model":"m","messages":[{output}],"stream":true}}'.encode()
     two = f'{{"temperature":0,"messages":[{output},{output}],"model":"m"}}'.encode()
-    first, second = read_prompt(one, b"").key, read_prompt(two, b"").key
+    first, second = read_prompt(first_body, b"").key, read_prompt(two, b"").key
     assert second.block_keys[: len(first.block_keys)] == first.block_keys
-    other = read_prompt(one.replace(b'"model":"m"', b'"model":"n"'), b"").key
+    other = read_prompt(first_body.replace(b'"model":"m"', b'"model":"n"'), b"").key
     assert not set(other.block_keys) & set(first.block_keys)
 
 
@@ -306,12 +308,12 @@ def test_a_models_name_that_is_remembered_is_short() -> None:
 def test_requests_to_fill_in_go_where_their_files_are() -> None:
     files = [{"filename": "a.py", "text": "x = 1\n" * 2000}]
 
-    def asked(prefix: str, files: list[dict[str, str]]) -> RoutingKey:
+    def key_of(prefix: str, files: list[dict[str, str]]) -> RoutingKey:
         body = {"input_suffix": "\n", "input_prefix": prefix, "input_extra": files}
         return read_prompt(json.dumps(body).encode(), b"").key
 
-    first, second = asked("def f(", files), asked("def f(a", files)
+    first, second = key_of("def f(", files), key_of("def f(a", files)
     assert len(first.block_keys) > 4
     assert first.block_keys == second.block_keys[: len(first.block_keys)]
     assert first.affinity == second.affinity
-    assert asked("def f(", []) != first
+    assert key_of("def f(", []) != first

@@ -143,8 +143,8 @@ def damaged(
     weights = {name: tensor.dequantize() for name, tensor in tiny_tensors(TINY).items()}
     loaded = load_path(write_tiny_gguf(tmp_path / "whole.gguf", TINY))
     if of_folder:
-        whole = {name: tensor.dequantize() for name, tensor in loaded.tensors.items()}
-        weights = folder_weights(TINY, whole)
+        whole_weights = {name: tensor.dequantize() for name, tensor in loaded.tensors.items()}
+        weights = folder_weights(TINY, whole_weights)
     assert name in weights
     del weights[name]
     if values is not None:

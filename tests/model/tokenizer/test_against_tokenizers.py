@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.byte_tokenizer import byte_characters
-from support.character_classes import CLASSES, VARIED, here, there
+from support.character_classes import CLASSES, VARIED, matches_here, matches_in_guidance
 from support.character_map import CHARACTER_MAP
 from twostroke.model.tokenizer import Tokenizer, from_tokenizer_json, merges
 from twostroke.model.tokenizer.pretokenizers import PRE_TOKENIZERS
@@ -232,7 +232,7 @@ def test_a_huge_word_is_merged_like_any_other(pairs: dict[str, tuple[Tokenizer, 
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_class_holds_the_same_characters(name: str) -> None:
-    assert here(name) == there(name)
+    assert matches_here(name) == matches_in_guidance(name)
 
 
 def test_words_of_kimi_are_those_of_its_own_pattern() -> None:

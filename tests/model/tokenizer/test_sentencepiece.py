@@ -10,7 +10,7 @@ from support.gguf_writer import Typed
 from support.piece_tokenizer import (
     END,
     LETTERS,
-    MADE,
+    MERGED,
     SPACE,
     START,
     TAG,
@@ -28,7 +28,7 @@ BARE = piece_tokenizer(add_space_prefix=False)
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=SPACE))
 FEW = st.text("helosab> é日本".replace(" ", "  "), max_size=60)
 RUNS = [SPACE * 2, SPACE * 3, SPACE * 4]
-SCORES = {text: -float(index) for index, text in enumerate([*RUNS, *MADE, *LETTERS])}
+SCORES = {text: -float(index) for index, text in enumerate([*RUNS, *MERGED, *LETTERS])}
 
 
 @given(FEW)

@@ -58,7 +58,7 @@ def test_limits_pause_lines_and_fail_none(tmp_path: Path) -> None:
 def test_paused_batch_leaves_room_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    endless = SimpleNamespace(uniform=lambda _least, _most: 10_000.0)
+    endless = SimpleNamespace(uniform=lambda _low, _high: 10_000.0)
     monkeypatch.setattr(queueing, "random", endless)  # the pause outlasts the test
     folder = tmp_path / "records"
     _, slow = add(folder, "slow", "anna", limits=KeyLimits(requests_per_minute=1))

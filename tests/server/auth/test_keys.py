@@ -87,8 +87,10 @@ def test_stream_of_a_revoked_key_finishes(tmp_path: Path) -> None:
         results: list[str] = []
 
         def read() -> None:
-            with server.http.stream("POST", "/v1/completions", json=body, headers=headers) as told:
-                results.extend(told.iter_lines())
+            with server.http.stream(
+                "POST", "/v1/completions", json=body, headers=headers
+            ) as response:
+                results.extend(response.iter_lines())
 
         reader = threading.Thread(target=read)
         reader.start()
@@ -340,12 +342,12 @@ def test_server_that_requires_keys_is_closed_without_any(tmp_path: Path) -> None
     assert (result.are_required, result.refuse_everybody) == (True, True)
     assert not result.has_valid("")
     with open_database(folder, writes=True) as db:
-        made, _ = kept.add(db, "shop", "shop")
-    result.replace_stored([made])
+        new_key, _ = kept.add(db, "shop", "shop")
+    result.replace_stored([new_key])
     assert not result.refuse_everybody
     assert result.has_valid("shop")
     open_before = ApiKeys({})
-    open_before.replace_stored([made])
+    open_before.replace_stored([new_key])
     open_before.replace_stored([])  # the records were emptied while it runs
     assert open_before.are_required
 
@@ -361,7 +363,7 @@ def test_key_may_have_only_its_classes(tmp_path: Path) -> None:
     _, bulk = add(folder, "bulk", classes=("flex",))
     _, free = add(folder, "free")
 
-    def asked(server: LiveServer, key: str, **fields: object) -> tuple[int, str]:
+    def answer_class(server: LiveServer, key: str, **fields: object) -> tuple[int, str]:
         server.http.headers["x-api-key"] = key
         result = server.chat(max_tokens=1, **fields)
         if result.status_code == 200:
@@ -372,21 +374,21 @@ def test_key_may_have_only_its_classes(tmp_path: Path) -> None:
 
     with keyed_server(folder, tmp_path) as server:
         for key in (common, bulk):
-            assert asked(server, key, service_tier="flex") == (200, "flex")
-            code, why = asked(server, key, service_tier="priority")
+            assert answer_class(server, key, service_tier="flex") == (200, "flex")
+            code, why = answer_class(server, key, service_tier="priority")
             assert code == 403
             assert "service_tier is 'priority', and this key may have:" in why
-            assert asked(server, key, priority=-1)[0] == 403
-            assert asked(server, key, priority=1)[0] == 200
-        assert asked(server, common, service_tier="auto") == (200, "default")
-        assert asked(server, bulk, service_tier="auto") == (200, "flex")
-        assert asked(server, common, service_tier="default") == (200, "default")
+            assert answer_class(server, key, priority=-1)[0] == 403
+            assert answer_class(server, key, priority=1)[0] == 200
+        assert answer_class(server, common, service_tier="auto") == (200, "default")
+        assert answer_class(server, bulk, service_tier="auto") == (200, "flex")
+        assert answer_class(server, common, service_tier="default") == (200, "default")
         for named in ("default", "scale"):  # another word for the default
-            assert asked(server, bulk, service_tier=named)[0] == 403
-        assert asked(server, bulk)[0] == 200
+            assert answer_class(server, bulk, service_tier=named)[0] == 403
+        assert answer_class(server, bulk)[0] == 200
         assert server.client.loop.snapshot().services["flex"].answers >= 4
         server.http.headers["x-api-key"] = bulk
         texts = {"input": "hello", "service_tier": "priority"}
         assert server.http.post("/v1/embeddings", json=texts).status_code == 403
-        assert asked(server, free, service_tier="priority") == (200, "priority")
-        assert asked(server, free, priority=-7)[0] == 200
+        assert answer_class(server, free, service_tier="priority") == (200, "priority")
+        assert answer_class(server, free, priority=-7)[0] == 200

@@ -44,9 +44,9 @@ def limited(folder: Path, **limits: int) -> Iterator[LiveServer]:
 
 
 def set_limits(keys: ApiKeys, **limits: int) -> None:
-    kept = KeyLimits(**limits)
+    key_limits = KeyLimits(**limits)
     keys.replace_stored(
-        [Key(id="0123abcd", tenant="anna", digest=digest(KEY.encode()), limits=kept)]
+        [Key(id="0123abcd", tenant="anna", digest=digest(KEY.encode()), limits=key_limits)]
     )
 
 
@@ -176,7 +176,7 @@ def test_other_limits_hold_at_once(tmp_path: Path) -> None:
 def test_no_behaviour_passes_a_limit_by_more_than_one_request(seed: int) -> None:
     """In any time span, a key uses at most the limit's tokens, a full bucket and one request."""
     rng = random.Random(seed)
-    now_s, most = 0.0, 400
+    now_s, max_tokens = 0.0, 400
     account = KeyLimiter(lambda: now_s)
     limit = rng.choice((60, 600, 6000))
     account.set(KeyLimits(tokens_per_minute=limit, requests_per_minute=120, parallel=40))
@@ -187,15 +187,15 @@ def test_no_behaviour_passes_a_limit_by_more_than_one_request(seed: int) -> None
         if rng.random() < 0.6:
             refusal = account.refusal()
             if refusal is None:
-                spending, need = account.begin(), rng.randint(1, most)
+                spending, need = account.begin(), rng.randint(1, max_tokens)
                 begins.append(now_s)
                 spending.reserve(need)
                 running.append((spending, need))
             elif "same time" not in refusal[0] and rng.random() < 0.2:
                 assert refusal[1] > 0
                 now_s += refusal[1]
-                again = account.refusal()
-                assert again is None or "same time" in again[0]  # the time was true
+                refused = account.refusal()
+                assert refused is None or "same time" in refused[0]  # the time was true
         elif running and rng.random() < 0.5:
             spending, need = running.pop(rng.randrange(len(running)))
             used = rng.randint(0, need)
@@ -203,7 +203,7 @@ def test_no_behaviour_passes_a_limit_by_more_than_one_request(seed: int) -> None
             ends.append((now_s, used))
         now_s += rng.random() * 0.2
     total = sum(used for _, used in ends) + sum(need for _, need in running)
-    assert total <= limit * (1 + now_s / 60) + most
+    assert total <= limit * (1 + now_s / 60) + max_tokens
     for first in range(0, len(begins), 37):
         for last in range(first, len(begins), 41):
             assert last - first <= 120 * (1 + (begins[last] - begins[first]) / 60)

@@ -62,7 +62,7 @@ def responses(usage: Any) -> tuple[int, int, int]:
     return usage["input_tokens"], cached, usage["output_tokens"]
 
 
-ASKED: list[tuple[str, dict[str, Any], Any]] = [
+CASES: list[tuple[str, dict[str, Any], Any]] = [
     ("/v1/chat/completions", {"messages": HELLO, "max_tokens": 5}, openai),
     ("/v1/chat/completions", {"messages": HELLO, "max_tokens": 5, "n": 3}, openai),
     ("/v1/completions", {"prompt": LONG, "max_tokens": 7, "ignore_eos": True}, openai),
@@ -77,7 +77,7 @@ ASKED: list[tuple[str, dict[str, Any], Any]] = [
 def test_usage_is_that_of_the_answers(tmp_path: Path) -> None:
     expected = [0, 0, 0]
     with counting(tmp_path) as server:
-        for path, body, read in ASKED * 2:
+        for path, body, read in CASES * 2:
             answer = server.http.post(path, json=body)
             assert answer.status_code == 200, answer.text
             counts = read(answer.json()["usage"])
@@ -85,7 +85,7 @@ def test_usage_is_that_of_the_answers(tmp_path: Path) -> None:
         assert server.http.post("/v1/completions", json={"prompt": "a", "n": -1}).status_code == 400
         assert server.http.post("/tokenize", json={"prompt": "a"}).status_code == 200
     [amount] = used(tmp_path)
-    assert list(amount[1:]) == [2 * len(ASKED), *expected]
+    assert list(amount[1:]) == [2 * len(CASES), *expected]
     assert expected[1] > 0
     assert (amount.owner.tenant, amount.owner.model, amount.owner.is_batch) == (
         "anna",
@@ -96,13 +96,15 @@ def test_usage_is_that_of_the_answers(tmp_path: Path) -> None:
 
 def test_embeddings_and_streams_count(tmp_path: Path) -> None:
     with counting(tmp_path) as server:
-        told = server.http.post("/v1/embeddings", json={"input": ["hello", LONG]}).json()["usage"]
+        embedding_usage = server.http.post(
+            "/v1/embeddings", json={"input": ["hello", LONG]}
+        ).json()["usage"]
         body = {"prompt": "hello", "max_tokens": 6, "ignore_eos": True, "stream": True}
         assert server.http.post("/v1/completions", json=body).status_code == 200
     [amount] = used(tmp_path)
     assert amount.output == 6
     assert amount.requests == 2
-    assert amount.input > told["prompt_tokens"]
+    assert amount.input > embedding_usage["prompt_tokens"]
 
 
 def test_a_request_whose_client_left_counts_and_a_failed_request_does_not(tmp_path: Path) -> None:
@@ -128,8 +130,8 @@ def test_request_that_its_timeout_stopped_counts_what_was_generated(tmp_path: Pa
         server.backend.pause_s = 0.25
         body = {"prompt": "hello", "max_tokens": 60, "stream": True, "ignore_eos": True}
         headers = {"x-request-timeout": "1"}
-        with server.http.stream("POST", "/v1/completions", json=body, headers=headers) as told:
-            lines = told.iter_lines()
+        with server.http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
+            lines = response.iter_lines()
             assert "text" in next(lines)
             assert "deadline_exceeded" in "".join(lines)
     [amount] = used(tmp_path)

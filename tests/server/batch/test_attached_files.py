@@ -66,7 +66,7 @@ def parts_with(server: LiveServer, data: bytes) -> list[tuple[str, Fields]]:
     ]
 
 
-def said(body: Fields) -> Any:
+def response_text(body: Fields) -> Any:
     """Return the response without the fields that differ between equal requests."""
     for name in ("choices", "content"):
         if name in body:
@@ -82,7 +82,7 @@ def test_text_of_a_file_is_read_in_each_protocol(server: LiveServer) -> None:
             path, text_part(path, "notes.txt\nhello world" + ("" if path == MESSAGES else "\n"))
         )
         expected = server.http.post(path, json=plain)
-        assert said(response.json()) == said(expected.json()), (path, part)
+        assert response_text(response.json()) == response_text(expected.json()), (path, part)
         bodies = [with_part(path, part), plain]
         for body in bodies:
             for name in ("max_tokens", "temperature"):

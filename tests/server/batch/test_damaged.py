@@ -31,8 +31,8 @@ _NUM_LINES, _NUM_DONE = 200, 16
 
 @pytest.fixture
 def records(tmp_path: Path) -> Any:
-    with closing(Records(tmp_path)) as made:
-        yield made
+    with closing(Records(tmp_path)) as open_records:
+        yield open_records
 
 
 def rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
@@ -117,11 +117,11 @@ def test_results_survive_any_damage_of_the_input(
             last = Bench(records, next_app)
             last.protocol = protocol
             await last.runner.start(next_app)
-            return await last.ended()
+            return await last.finished_batch()
         damage(input_of(records))
         app.is_open.set()
         app.fail = lambda _id, _times: None
-        return await bench.ended()
+        return await bench.finished_batch()
 
     batch = asyncio.run(go())
     counts = batch.completed, batch.failed, batch.unrun
@@ -150,8 +150,8 @@ def test_a_cancelled_batch_with_a_damaged_input_has_its_results(records: Records
         await bench.begin(_NUM_LINES)
         await until(lambda: len(app.sent) >= _NUM_DONE)
         flip(input_of(records))
-        await bench.runner.cancel(await bench.found())
-        return await bench.ended()
+        await bench.runner.cancel(await bench.read_batch())
+        return await bench.finished_batch()
 
     batch = asyncio.run(go())
     assert batch.status in {"cancelled", "failed"}
@@ -208,7 +208,7 @@ def test_a_command_whose_input_changes_keeps_its_results(tmp_path: Path) -> None
     path = tmp_path / "in.jsonl"
     body = {"method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
     path.write_text("".join(json.dumps({"custom_id": f"{i}", **body}) + "\n" for i in range(300)))
-    shown = list[int]()
+    progress_counts = list[int]()
 
     async def send(line: BatchLine) -> InternalResponse:
         if line.custom_id == "9":
@@ -222,10 +222,17 @@ def test_a_command_whose_input_changes_keeps_its_results(tmp_path: Path) -> None
         progress = BatchProgress(300)
         with pytest.raises(UsageError, match="was changed or damaged while its lines ran"):
             asyncio.run(
-                run(job, send, 4, RequestLimits(), progress, lambda now: shown.append(now.num_done))
+                run(
+                    job,
+                    send,
+                    4,
+                    RequestLimits(),
+                    progress,
+                    lambda now: progress_counts.append(now.num_done),
+                )
             )
-    kept = [json.loads(line)["custom_id"] for line in results.partial.read_text().splitlines()]
-    assert {f"{number}" for number in range(9)} < set(kept)
+    kept_ids = [json.loads(line)["custom_id"] for line in results.partial.read_text().splitlines()]
+    assert {f"{number}" for number in range(9)} < set(kept_ids)
     assert not out.exists()
 
 
@@ -249,7 +256,7 @@ def test_a_damaged_record_of_a_batch_holds_up_no_other(records: Records, body: o
         )
         assert listed is not None
         assert [batch.id for batch in listed] == ["b"]
-        return await last.ended()
+        return await last.finished_batch()
 
     assert asyncio.run(go()).completed == 3
 
@@ -272,13 +279,13 @@ def test_a_line_whose_result_is_damaged_runs_again(records: Records, protocol: s
         last = Bench(records, next_app)
         last.protocol = protocol
         await last.runner.start(next_app)
-        return await last.ended(), last
+        return await last.finished_batch(), last
 
     batch, bench = asyncio.run(go())
     assert (batch.status, batch.completed, batch.failed) == ("completed", 40, 0)
     assert len(bench.lines(batch.output_file)) == 40
-    again = set(first_app.sent) & set(next_app.sent)
-    assert "2" in again
+    repeated_lines = set(first_app.sent) & set(next_app.sent)
+    assert "2" in repeated_lines
 
 
 def test_a_result_that_is_damaged_as_its_batch_ends_is_reported(records: Records) -> None:
@@ -293,7 +300,7 @@ def test_a_result_that_is_damaged_as_its_batch_ends_is_reported(records: Records
         await records.write(lambda db: db.execute(_SPOIL, (b'{"custom_id": "2"}',)) and None)
         app.fail = lambda _id, _times: None
         app.is_open.set()
-        return await bench.ended(), bench
+        return await bench.finished_batch(), bench
 
     batch, bench = asyncio.run(go())
     assert (batch.status, batch.completed, batch.failed) == ("completed", 39, 1)

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 MISSING = "The input file is missing from the server's records: upload it again."
 MESSAGES = "/v1/messages/batches"
-SAID = {"max_tokens": 2, "messages": [{"role": "user", "content": "hello"}]}
+CHAT_BODY = {"max_tokens": 2, "messages": [{"role": "user", "content": "hello"}]}
 
 
 def line(number: int) -> str:
     chat = {"custom_id": f"{number}", "method": "POST", "url": "/v1/chat/completions"}
-    return json.dumps({**chat, "body": SAID}) + "\n"
+    return json.dumps({**chat, "body": CHAT_BODY}) + "\n"
 
 
 def upload(server: LiveServer, text: str) -> Response:
@@ -43,7 +43,7 @@ def begin(server: LiveServer, file_id: str) -> Any:
     return server.http.post("/v1/batches", json={**body, "completion_window": "24h"}).json()
 
 
-def ended(server: LiveServer, path: str, status: str = "status") -> Any:
+def finished_batch(server: LiveServer, path: str, status: str = "status") -> Any:
     last = {"failed", "completed", "ended"}
     wait_for(lambda: server.http.get(path).json()[status] in last)
     return server.http.get(path).json()
@@ -65,7 +65,7 @@ def test_batch_whose_input_is_missing_fails_with_a_sentence(
 ) -> None:
     file_id = upload(server, line(0)).json()["id"]
     records.files.remove(file_id)
-    batch = ended(server, f"/v1/batches/{begin(server, file_id)['id']}")
+    batch = finished_batch(server, f"/v1/batches/{begin(server, file_id)['id']}")
     assert batch["status"] == "failed"
     assert [error["message"] for error in batch["errors"]["data"]] == [MISSING]
     content = server.http.get(f"/v1/files/{file_id}/content")
@@ -74,7 +74,7 @@ def test_batch_whose_input_is_missing_fails_with_a_sentence(
 
 
 def test_lines_that_ended_before_the_input_was_lost_have_their_results(tmp_path: Path) -> None:
-    body = {"requests": [{"custom_id": f"{i}", "params": SAID} for i in range(40)]}
+    body = {"requests": [{"custom_id": f"{i}", "params": CHAT_BODY} for i in range(40)]}
     with (
         closing(Records(tmp_path / "records")) as records,
         live_server(tmp_path, records=records) as first,
@@ -90,7 +90,7 @@ def test_lines_that_ended_before_the_input_was_lost_have_their_results(tmp_path:
         closing(Records(tmp_path / "records")) as records,
         live_server(tmp_path, records=records) as second,
     ):
-        batch = ended(second, f"/v1/batches/{chats}")
+        batch = finished_batch(second, f"/v1/batches/{chats}")
         assert batch["status"] == "failed"
         assert batch["errors"]["data"][0]["message"] == MISSING
         counts = batch["request_counts"]
@@ -98,7 +98,9 @@ def test_lines_that_ended_before_the_input_was_lost_have_their_results(tmp_path:
         assert counts["completed"] + counts["failed"] == counts["total"] == 40
         results = second.http.get(f"/v1/files/{batch['output_file_id']}/content").text
         assert len(results.splitlines()) == counts["completed"]
-        counts = ended(second, f"{MESSAGES}/{messages}", "processing_status")["request_counts"]
+        counts = finished_batch(second, f"{MESSAGES}/{messages}", "processing_status")[
+            "request_counts"
+        ]
         assert (counts["succeeded"] + counts["errored"], counts["processing"]) == (40, 0)
         results = second.http.get(f"{MESSAGES}/{messages}/results")
         assert results.status_code == (200 if counts["succeeded"] else 400)
@@ -118,20 +120,22 @@ def test_uploads_that_arrive_take_room(server: LiveServer, records: Records) -> 
     )
     lengths = (300_000, 300_000, 45_000)
     slow = [server.connect() for _ in lengths]
-    for one, length in zip(slow, lengths, strict=True):
-        one.sendall(head.format(key="k", length=length).encode())
+    for connection, length in zip(slow, lengths, strict=True):
+        connection.sendall(head.format(key="k", length=length).encode())
     begun = records.files.path("x").parent.parent / "unfinished"
     wait_for(lambda: len([*begun.iterdir()]) == 3)
     assert upload(server, line(0) * (4500 // len(line(0)))).status_code == 200
     refused = upload(server, line(0) * (9500 // len(line(0))))
     assert (refused.status_code, refused.json()["error"]["code"]) == (413, "request_too_large")
     body = {
-        "requests": [{"custom_id": "a", "params": {**SAID, "metadata": {"user_id": "x" * 250}}}]
+        "requests": [
+            {"custom_id": "a", "params": {**CHAT_BODY, "metadata": {"user_id": "x" * 250}}}
+        ]
     }
     other = {"authorization": "Bearer other"}
     assert server.http.post(MESSAGES, json=body, headers=other).status_code == 200
-    for one in slow:
-        one.close()
+    for connection in slow:
+        connection.close()
     wait_for(lambda: not [*begun.iterdir()])
     assert upload(server, line(0) * (95_000 // len(line(0)))).status_code == 200
 
@@ -177,7 +181,7 @@ def test_batch_whose_results_do_not_fit_fails_with_the_results_that_fit(tmp_path
             return [json.loads(line) for line in content.splitlines()]
 
         file_id = upload(server, text).json()["id"]
-        batch = ended(server, f"/v1/batches/{begin(server, file_id)['id']}")
+        batch = finished_batch(server, f"/v1/batches/{begin(server, file_id)['id']}")
         assert batch["status"] == "failed"
         assert [error["code"] for error in batch["errors"]["data"]] == ["no_room"]
         done, rest = lines_of(batch["output_file_id"]), lines_of(batch["error_file_id"])
@@ -186,9 +190,9 @@ def test_batch_whose_results_do_not_fit_fails_with_the_results_that_fit(tmp_path
         assert [refusal["error"]["code"] for refusal in rest] == ["batch_failed"] * (8 - len(done))
         for id_ in (file_id, batch["output_file_id"], batch["error_file_id"]):
             assert server.http.delete(f"/v1/files/{id_}").status_code == 200
-        body = {"requests": [{"custom_id": f"{i}", "params": SAID} for i in range(8)]}
+        body = {"requests": [{"custom_id": f"{i}", "params": CHAT_BODY} for i in range(8)]}
         path = f"{MESSAGES}/{server.http.post(MESSAGES, json=body).json()['id']}"
-        counts = ended(server, path, "processing_status")["request_counts"]
+        counts = finished_batch(server, path, "processing_status")["request_counts"]
         assert counts["succeeded"] > 0, "the first batch took its room with it"
         assert counts["succeeded"] + counts["errored"] == 8
         last = json.loads(server.http.get(f"{path}/results").text.splitlines()[-1])
@@ -202,11 +206,11 @@ def test_open_batches_are_bounded_and_need_room(server: LiveServer, records: Rec
     begun = [begin(server, file_id) for _ in range(3)]
     assert [batch.get("status") for batch in begun] == ["validating"] * 2 + [None]
     assert begun[2]["error"]["message"] == "2 of your batches have not ended, which is the limit."
-    body = {"requests": [{"custom_id": "a", "params": SAID}]}
+    body = {"requests": [{"custom_id": "a", "params": CHAT_BODY}]}
     assert server.http.post(MESSAGES, json=body).status_code == 529
     server.backend.gate.set()
-    ended(server, f"/v1/batches/{begun[0]['id']}")
-    ended(server, f"/v1/batches/{begun[1]['id']}")
+    finished_batch(server, f"/v1/batches/{begun[0]['id']}")
+    finished_batch(server, f"/v1/batches/{begun[1]['id']}")
     asyncio.run(
         records.write(lambda db: db.execute("UPDATE files SET bytes = 250000, row_digest = ''"))
     )
@@ -222,17 +226,19 @@ def test_ended_batches_are_bounded_and_their_files_stay(tmp_path: Path) -> None:
         file_id = upload(server, line(0)).json()["id"]
         server.backend.gate.clear()
         first = begin(server, file_id)
-        server.http.post(MESSAGES, json={"requests": [{"custom_id": "a", "params": SAID}]})
+        server.http.post(MESSAGES, json={"requests": [{"custom_id": "a", "params": CHAT_BODY}]})
         wrong = upload(server, "no JSON\n").json()["id"]
         failed = [begin(server, wrong)["id"] for _ in range(2)]
         for id_ in failed:
-            ended(server, f"/v1/batches/{id_}")
-        last = [ended(server, f"/v1/batches/{begin(server, wrong)['id']}") for _ in range(2)]
+            finished_batch(server, f"/v1/batches/{id_}")
+        last = [
+            finished_batch(server, f"/v1/batches/{begin(server, wrong)['id']}") for _ in range(2)
+        ]
         listed = [batch["id"] for batch in server.http.get("/v1/batches").json()["data"]]
         assert listed == [last[1]["id"], last[0]["id"], first["id"]]  # the first has not ended
         server.backend.gate.set()
-        done = ended(server, f"/v1/batches/{first['id']}")
-        ended(server, f"/v1/batches/{begin(server, wrong)['id']}")
+        done = finished_batch(server, f"/v1/batches/{first['id']}")
+        finished_batch(server, f"/v1/batches/{begin(server, wrong)['id']}")
         assert server.http.get(f"/v1/batches/{first['id']}").status_code == 404
         output = server.http.get(f"/v1/files/{done['output_file_id']}/content")
         assert output.status_code == 200
@@ -278,9 +284,9 @@ def test_nothing_is_read_or_written_on_the_event_loop(
     monkeypatch.setattr(Temporary, "write", noted_write)
     monkeypatch.setattr(runner, "next_lines", noted_read)
     batch = begin(server, upload(server, line(0) + line(1)).json()["id"])
-    assert ended(server, f"/v1/batches/{batch['id']}")["status"] == "completed"
-    body = {"requests": [{"custom_id": "a", "params": SAID}]}
+    assert finished_batch(server, f"/v1/batches/{batch['id']}")["status"] == "completed"
+    body = {"requests": [{"custom_id": "a", "params": CHAT_BODY}]}
     response = server.http.post(MESSAGES, json=body)
     assert response.status_code == 200
-    ended(server, f"{MESSAGES}/{response.json()['id']}", "processing_status")
+    finished_batch(server, f"{MESSAGES}/{response.json()['id']}", "processing_status")
     assert min(num_works) >= 2

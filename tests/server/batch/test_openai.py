@@ -43,7 +43,7 @@ def begin(server: LiveServer, *lines: object, window: str = "24h", url: str = CH
     return response.json()
 
 
-def ended(server: LiveServer, batch: dict[str, Any]) -> Any:
+def finished_batch(server: LiveServer, batch: dict[str, Any]) -> Any:
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         batch = server.http.get(f"/v1/batches/{batch['id']}").json()
@@ -61,7 +61,7 @@ def content(server: LiveServer, file_id: str) -> list[Any]:
 def test_batch_answers_each_line_as_a_request_would(server: LiveServer) -> None:
     batch = begin(server, *(line(f"n{i}", seed=i) for i in range(10)), line("bad", temperature=-1))
     assert (batch["status"], batch["request_counts"]["total"]) == ("validating", 0)
-    batch = ended(server, batch)
+    batch = finished_batch(server, batch)
     assert batch["status"] == "completed"
     assert batch["request_counts"] == {"total": 11, "completed": 10, "failed": 1}
     stamps = [batch[f"{name}_at"] for name in ("created", "in_progress", "finalizing", "completed")]
@@ -69,10 +69,12 @@ def test_batch_answers_each_line_as_a_request_would(server: LiveServer) -> None:
     assert batch["expires_at"] - batch["created_at"] in {86_399, 86_400}
     results = content(server, batch["output_file_id"])
     assert [result["custom_id"] for result in results] == [f"n{i}" for i in range(10)]
-    for one in results:
-        assert (one["error"], one["response"]["status_code"]) == (None, 200)
-        alone = server.chat(max_tokens=2, ignore_eos=True, seed=int(one["custom_id"][1:])).json()
-        assert one["response"]["body"]["choices"] == alone["choices"]
+    for line_result in results:
+        assert (line_result["error"], line_result["response"]["status_code"]) == (None, 200)
+        alone = server.chat(
+            max_tokens=2, ignore_eos=True, seed=int(line_result["custom_id"][1:])
+        ).json()
+        assert line_result["response"]["body"]["choices"] == alone["choices"]
     [failed] = content(server, batch["error_file_id"])
     assert (failed["custom_id"], failed["response"]["status_code"]) == ("bad", 400)
     assert failed["response"]["body"]["error"]["param"] == "temperature"
@@ -89,9 +91,11 @@ def test_batch_answers_each_line_as_a_request_would(server: LiveServer) -> None:
     ],
 )
 def test_other_endpoints_run_too(server: LiveServer, url: str, fields: dict[str, Any]) -> None:
-    one = line("a", url, **fields)
-    one["body"] = {name: value for name, value in one["body"].items() if value is not None}
-    batch = ended(server, begin(server, one, url=url))
+    batch_line = line("a", url, **fields)
+    batch_line["body"] = {
+        name: value for name, value in batch_line["body"].items() if value is not None
+    }
+    batch = finished_batch(server, begin(server, batch_line, url=url))
     assert batch["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
 
 
@@ -109,7 +113,7 @@ def test_all_odd_lines_are_named_and_none_is_run(server: LiveServer) -> None:
         {"custom_id": "e", "method": "POST", "url": CHAT},
         "[" * 100,
     )
-    batch = ended(server, batch)
+    batch = finished_batch(server, batch)
     assert batch["status"] == "failed"
     assert batch["failed_at"]
     results = [(error["line"], error["code"]) for error in batch["errors"]["data"]]
@@ -157,7 +161,7 @@ def test_empty_and_too_long_inputs_fail(server: LiveServer) -> None:
         ([""], "empty_file"),
         ([line(f"{i}") for i in range(61)], "too_many_tasks"),
     ):
-        batch = ended(server, begin(server, *lines))
+        batch = finished_batch(server, begin(server, *lines))
         assert batch["errors"]["data"][0]["code"] == code
 
 
@@ -168,7 +172,7 @@ def test_cancelled_batch_keeps_its_results(server: LiveServer) -> None:
     cancelled = server.http.post(f"/v1/batches/{batch['id']}/cancel").json()
     assert cancelled["status"] in {"cancelling", "cancelled"}
     server.backend.gate.set()
-    batch = ended(server, batch)
+    batch = finished_batch(server, batch)
     assert batch["status"] == "cancelled"
     assert batch["cancelling_at"] <= batch["cancelled_at"]
     assert {result["error"]["code"] for result in content(server, batch["error_file_id"])} == {
@@ -179,7 +183,7 @@ def test_cancelled_batch_keeps_its_results(server: LiveServer) -> None:
 
 
 def test_ended_batch_cannot_be_cancelled(server: LiveServer) -> None:
-    batch = ended(server, begin(server, line()))
+    batch = finished_batch(server, begin(server, line()))
     assert server.http.post(f"/v1/batches/{batch['id']}/cancel").status_code == 400
 
 
@@ -188,7 +192,7 @@ def test_lines_that_are_not_run_in_time_are_errors(server: LiveServer) -> None:
     batch = begin(server, line("a"), line("b"), window="1s")
     time.sleep(1.1)
     server.backend.gate.set()
-    batch = ended(server, batch)
+    batch = finished_batch(server, batch)
     assert batch["status"] == "expired"
     assert batch["expired_at"]
     codes = [result["error"]["code"] for result in content(server, batch["error_file_id"])]
@@ -196,7 +200,7 @@ def test_lines_that_are_not_run_in_time_are_errors(server: LiveServer) -> None:
 
 
 def test_tenants_do_not_see_each_other(server: LiveServer) -> None:
-    batch = ended(server, begin(server, line()))
+    batch = finished_batch(server, begin(server, line()))
     other = {"authorization": "Bearer other"}
     for path in (
         f"/v1/batches/{batch['id']}",
@@ -219,12 +223,16 @@ def test_tenants_do_not_see_each_other(server: LiveServer) -> None:
 
 
 def test_lists_come_in_pages(server: LiveServer) -> None:
-    made = [ended(server, begin(server, line()))["id"] for _ in range(3)]
+    batch_ids = [finished_batch(server, begin(server, line()))["id"] for _ in range(3)]
     first = server.http.get("/v1/batches", params={"limit": 2}).json()
-    assert [item["id"] for item in first["data"]] == made[:0:-1]
-    assert (first["has_more"], first["first_id"], first["last_id"]) == (True, made[2], made[1])
+    assert [item["id"] for item in first["data"]] == batch_ids[:0:-1]
+    assert (first["has_more"], first["first_id"], first["last_id"]) == (
+        True,
+        batch_ids[2],
+        batch_ids[1],
+    )
     rest = server.http.get("/v1/batches", params={"after": first["last_id"]}).json()
-    assert ([item["id"] for item in rest["data"]], rest["has_more"]) == (made[:1], False)
+    assert ([item["id"] for item in rest["data"]], rest["has_more"]) == (batch_ids[:1], False)
     inputs = {"purpose": "batch", "order": "asc", "limit": 2}
     files = server.http.get("/v1/files", params=inputs).json()
     assert (len(files["data"]), files["has_more"]) == (2, True)
@@ -237,14 +245,14 @@ def test_lists_come_in_pages(server: LiveServer) -> None:
 
 def test_files_are_bounded_and_deleted(server: LiveServer) -> None:
     assert upload(server, "x" * 100_001)["error"]["code"] == "request_too_large"
-    kept = [upload(server, "x" * 100_000)["id"] for _ in range(2)]
+    file_ids = [upload(server, "x" * 100_000)["id"] for _ in range(2)]
     assert upload(server, "x" * 60_000)["error"]["code"] == "request_too_large"
-    assert server.http.delete(f"/v1/files/{kept[0]}").json() == {
-        "id": kept[0],
+    assert server.http.delete(f"/v1/files/{file_ids[0]}").json() == {
+        "id": file_ids[0],
         "object": "file",
         "deleted": True,
     }
-    assert server.http.get(f"/v1/files/{kept[0]}").status_code == 404
+    assert server.http.get(f"/v1/files/{file_ids[0]}").status_code == 404
     assert upload(server, "x" * 60_000)["bytes"] == 60_000
 
 
@@ -254,7 +262,7 @@ def test_input_of_an_open_batch_stays(server: LiveServer) -> None:
     wait_for(lambda: server.num_busy == 1)
     assert server.http.delete(f"/v1/files/{batch['input_file_id']}").status_code == 400
     server.backend.gate.set()
-    ended(server, batch)
+    finished_batch(server, batch)
     assert server.http.delete(f"/v1/files/{batch['input_file_id']}").status_code == 200
 
 
@@ -323,7 +331,7 @@ def test_next_server_goes_on_where_the_last_one_stopped(tmp_path: Path) -> None:
         batch = begin(first, *(line(f"{i}") for i in range(30)))
         wait_for(lambda: first.num_busy > 0)
     with closing(Records(folder)) as records, live_server(tmp_path, records=records) as second:
-        batch = ended(second, batch)
+        batch = finished_batch(second, batch)
         assert batch["request_counts"] == {"total": 30, "completed": 30, "failed": 0}
         results = [result["custom_id"] for result in content(second, batch["output_file_id"])]
         assert results == [f"{i}" for i in range(30)]
@@ -350,4 +358,4 @@ def test_clients_are_answered_while_the_disk_is_full(
     assert refused.status_code == 503
     assert "/records" not in refused.text
     keeping._records.write = write
-    assert ended(server, batch)["request_counts"]["completed"] == 3
+    assert finished_batch(server, batch)["request_counts"]["completed"] == 3

@@ -27,8 +27,8 @@ _INSERT = "INSERT INTO results (batch, line, kind, body) VALUES (?, ?, 'ok', ?)"
 
 @pytest.fixture
 def records(tmp_path: Path) -> Any:
-    with closing(Records(tmp_path)) as made:
-        yield made
+    with closing(Records(tmp_path)) as open_records:
+        yield open_records
 
 
 async def add(records: Records, id_: str, tenant: str, num_lines: int, num_results: int) -> Batch:
@@ -102,33 +102,33 @@ def test_long_results_of_a_tenant_are_written_between_other_tenants_results(
     records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(results, "_WRITE_SLICE_S", 0)
-    ended = []
+    ended_batches = []
 
     async def go() -> None:
         batches = [await add(records, "a", "anna", 500, 250), await add(records, "b", "ben", 3, 1)]
         readers = Readers(1)
 
         async def end(batch: Batch) -> None:
-            ended.append(
+            ended_batches.append(
                 await write_result_files(records, readers, batch, openai.FORM, RequestLimits())
             )
 
         await asyncio.gather(*map(end, batches))
 
     asyncio.run(go())
-    assert [(batch.id, batch.completed, batch.unrun) for batch in ended] == [
+    assert [(batch.id, batch.completed, batch.unrun) for batch in ended_batches] == [
         ("b", 1, 2),
         ("a", 250, 250),
     ]
-    texts = [records.files.path(str(batch.output_file)).read_text() for batch in ended]
+    texts = [records.files.path(str(batch.output_file)).read_text() for batch in ended_batches]
     assert [len(text.splitlines()) for text in texts] == [1, 250]
 
 
 def test_results_are_dropped_few_at_once(records: Records) -> None:
     async def go() -> None:
-        ended = await add(records, "a", "anna", 2500, 2500)
+        ended_batches = await add(records, "a", "anna", 2500, 2500)
         await add(records, "open", "anna", 5, 5)
-        await write_result_files(records, Readers(1), ended, openai.FORM, RequestLimits())
+        await write_result_files(records, Readers(1), ended_batches, openai.FORM, RequestLimits())
         assert await records.read(count) == {"a": 2500, "open": 5}
         seen = list[int]()
         while await records.write(stored_batches.drop_results):
@@ -166,11 +166,11 @@ def test_server_that_died_before_results_were_dropped_leaves_that_to_the_next(
         await runner.stop()
 
     with closing(Records(tmp_path)) as records:
-        ended = asyncio.run(first(records))
+        ended_batch = asyncio.run(first(records))
     with closing(Records(tmp_path)) as records:
         asyncio.run(second(records))
         result = asyncio.run(
             records.read(lambda db: stored_batches.find(db, "a", "anna", openai.PROTOCOL))
         )
-        assert (result, ended.completed, ended.unrun) == (ended, 3, 2)
-        assert len(records.files.path(str(ended.output_file)).read_text().splitlines()) == 3
+        assert (result, ended_batch.completed, ended_batch.unrun) == (ended_batch, 3, 2)
+        assert len(records.files.path(str(ended_batch.output_file)).read_text().splitlines()) == 3

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def records(tmp_path: Path) -> Any:
-    with closing(Records(tmp_path)) as made:
-        yield made
+    with closing(Records(tmp_path)) as open_records:
+        yield open_records
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def test_request_that_kills_engines_is_given_up(records: Records, protocol: str)
 
     async def go() -> Batch:
         await bench.begin(6, protocol)
-        return await bench.ended()
+        return await bench.finished_batch()
 
     batch = asyncio.run(go())
     assert (batch.status, batch.completed, batch.failed) == ("completed", 5, 1)
@@ -77,7 +77,7 @@ def test_deaths_are_counted_across_servers(records: Records) -> None:
     async def second() -> Batch:
         bench = Bench(records, next_app)
         await bench.runner.start(next_app)
-        return await bench.ended()
+        return await bench.finished_batch()
 
     asyncio.run(first())
     assert asyncio.run(second()).failed == 1
@@ -98,14 +98,14 @@ def test_refused_lines_pause_together_and_say_so_once(
         await bench.begin(40)
         await until(lambda: len(app.sent) == 8)
         app.is_open.set()
-        return await bench.ended()
+        return await bench.finished_batch()
 
     with caplog.at_level(logging.INFO, "twostroke.serve"):
         batch = asyncio.run(go())
     assert batch.completed == 40
     assert sum(app.sent.values()) == 48
-    [said] = [record.getMessage() for record in caplog.records if "paus" in record.getMessage()]
-    assert "refused with status 429 (overloaded)" in said
+    [message] = [record.getMessage() for record in caplog.records if "paus" in record.getMessage()]
+    assert "refused with status 429 (overloaded)" in message
 
 
 def test_a_line_that_waited_for_room_minds_a_pause(
@@ -122,7 +122,7 @@ def test_a_line_that_waited_for_room_minds_a_pause(
 
     async def go() -> Batch:
         await bench.begin(3)
-        return await bench.ended()
+        return await bench.finished_batch()
 
     assert asyncio.run(go()).completed == 3
     assert times_s[1] - times_s[0] > 0.2
@@ -148,7 +148,7 @@ def test_fewer_lines_are_sent_while_few_are_taken(records: Records) -> None:
 
     async def go() -> Batch:
         await bench.begin(60)
-        return await bench.ended()
+        return await bench.finished_batch()
 
     assert asyncio.run(go()).completed == 60
     assert refused[0] < 120
@@ -186,7 +186,7 @@ def test_batch_of_a_tenant_without_a_key_is_cancelled(records: Records) -> None:
         await until(lambda: len(app.sent) == 8)
         valid.clear()
         app.is_open.set()
-        return await bench.ended()
+        return await bench.finished_batch()
 
     batch = asyncio.run(go())
     assert batch.status == "cancelled"
@@ -208,12 +208,12 @@ def test_batch_that_no_runner_has_can_be_cancelled(records: Records) -> None:
         await bench.begin(3)
         await until(lambda: len(app.sent) == 3)
         await bench.runner.stop()
-        assert (await bench.runner.cancel(await bench.found())).status == "cancelling"
+        assert (await bench.runner.cancel(await bench.read_batch())).status == "cancelling"
 
     async def second() -> Batch:
         bench = Bench(records, next_app)
         await bench.runner.start(next_app)
-        return await bench.ended()
+        return await bench.finished_batch()
 
     asyncio.run(first())
     assert asyncio.run(second()).status == "cancelled"
@@ -229,14 +229,14 @@ def test_batch_that_is_cancelled_after_it_was_read_does_not_run(records: Records
         await bench.begin(3)
         await until(lambda: len(app.sent) == 3)
         await bench.runner.stop()
-        stale = await bench.found()
+        stale = await bench.read_batch()
         app.sent.clear()
         app.is_open.set()
         bench = Bench(records, app)
         await bench.runner.cancel(stale)
         bench.runner._app = app
         bench.runner._start_task(stale)
-        return await bench.ended()
+        return await bench.finished_batch()
 
     assert asyncio.run(go()).status == "cancelled"
     assert not app.sent
@@ -252,7 +252,7 @@ def test_batch_whose_lines_all_run_ends_with_its_key(records: Records) -> None:
         await bench.begin(3)
         await until(lambda: len(app.sent) == 3)
         valid.clear()
-        return await bench.ended()
+        return await bench.finished_batch()
 
     batch = asyncio.run(go())
     assert (batch.status, batch.completed, batch.failed) == ("cancelled", 0, 3)
@@ -281,7 +281,7 @@ def test_clock_that_jumps_does_not_change_the_time_left(
         monkeypatch.setattr(time, "time", lambda: wall() + jump_s)
         boot_s[0] += DAY_S - 1
         await asyncio.sleep(0.1)
-        assert (await bench.found()).is_open
+        assert (await bench.read_batch()).is_open
         await bench.runner.stop()
 
     async def second() -> Batch:
@@ -289,9 +289,9 @@ def test_clock_that_jumps_does_not_change_the_time_left(
         bench = Bench(records, app)
         await bench.runner.start(app)
         await asyncio.sleep(0.1)
-        assert (await bench.found()).status == "in_progress"
+        assert (await bench.read_batch()).status == "in_progress"
         boot_s[0] += 2
-        return await bench.ended()
+        return await bench.finished_batch()
 
     asyncio.run(first())
     assert asyncio.run(second()).status == "expired"

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def records(tmp_path: Path) -> Any:
-    with closing(Records(tmp_path)) as made:
-        yield made
+    with closing(Records(tmp_path)) as open_records:
+        yield open_records
 
 
 @pytest.mark.parametrize("protocol", [openai.PROTOCOL, messages.PROTOCOL])
@@ -46,7 +46,7 @@ def test_unexpected_error_ends_a_batch_with_its_results_so_far(
 
     async def go() -> Batch:
         await bench.begin(5, protocol)
-        return await bench.ended()
+        return await bench.finished_batch()
 
     batch = asyncio.run(go())
     assert (batch.status, batch.completed + batch.failed) == ("failed", 5)
@@ -66,7 +66,7 @@ def test_batch_whose_results_cannot_be_written_ends(
 
     async def go() -> Batch:
         await bench.begin(5)
-        return await bench.ended()
+        return await bench.finished_batch()
 
     batch = asyncio.run(go())
     assert (batch.status, batch.failed, batch.output_file) == ("failed", 5, None)
@@ -84,16 +84,16 @@ def test_batch_whose_time_passes_while_a_failure_ends_its_lines_has_expired(
                 await asyncio.sleep(0.4)
                 raise
 
-    app, asked = Slow(), count()
+    app, num_asked = Slow(), count()
     app.is_open.clear()
-    bench = Bench(records, app, lambda _: next(asked) < 2)
+    bench = Bench(records, app, lambda _: next(num_asked) < 2)
     ends_s = time.monotonic() + 0.2
     name = "twostroke.server.batch.runner.seconds_left"
     monkeypatch.setattr(name, lambda _: ends_s - time.monotonic())
 
     async def go() -> Batch:
         await bench.begin(5)
-        return await bench.ended()
+        return await bench.finished_batch()
 
     batch = asyncio.run(go())
     assert (batch.status, batch.failed) == ("expired", 5)
@@ -124,7 +124,7 @@ def test_batches_begin_once_the_records_can_be_read(
         monkeypatch.setattr(records, "read", failing)
         await bench.runner.start(app)
         await until(lambda: len(app.sent) == 3)
-        return await bench.ended()
+        return await bench.finished_batch()
 
     asyncio.run(first())
     assert asyncio.run(second()).status == "completed"
@@ -136,8 +136,8 @@ def test_line_as_long_as_the_limit_is_read_with_its_end(tmp_path: Path, end: byt
     path = tmp_path / "in.jsonl"
     path.write_bytes((text + end) * (2 if end else 1))
     limits = RequestLimits(max_body_bytes=len(text))
-    found, place = lines.next_lines(path, lines.ReadOffset(), set(), limits)
-    assert (len(found), place) == (2 if end else 1, None)
+    found_lines, next_offset = lines.next_lines(path, lines.ReadOffset(), set(), limits)
+    assert (len(found_lines), next_offset) == (2 if end else 1, None)
     with pytest.raises(lines.WrongLineError):
         lines.next_lines(
             path, lines.ReadOffset(), set(), RequestLimits(max_body_bytes=len(text) - 1)
@@ -165,7 +165,7 @@ def test_batch_that_is_made_while_others_are_read_runs_once(
         await until(lambda: len(app.sent) == 3)
         await asyncio.sleep(0.2)
         app.is_open.set()
-        return await bench.ended()
+        return await bench.finished_batch()
 
     assert asyncio.run(go()).completed == 3
     assert set(app.sent.values()) == {1}

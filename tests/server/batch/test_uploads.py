@@ -110,12 +110,12 @@ def test_upload_is_completed_by_one_request_at_a_time(
 ) -> None:
     join, has_begun, may_go_on = uploads.join_parts, Event(), Event()
 
-    def held(*args: Any) -> str:
+    def join_slowly(*args: Any) -> str:
         has_begun.set()
         assert may_go_on.wait(30)
         return join(*args)
 
-    monkeypatch.setattr(uploads, "join_parts", held)
+    monkeypatch.setattr(uploads, "join_parts", join_slowly)
     id_ = begin(server)["id"]
     parts = part(server, id_, b"hello"), part(server, id_, b"world")
     with ThreadPoolExecutor() as threads:
@@ -220,14 +220,14 @@ def test_expired_files_and_uploads_are_deleted(
     upload = begin(server, bytes=5, expires_after={"anchor": "created_at", "seconds": 7200})
     part(server, upload["id"], b"hello")
     done = begin(server, bytes=5, expires_after={"anchor": "created_at", "seconds": 7200})
-    whole = complete(server, done["id"], part(server, done["id"], b"hello"))["file"]
-    assert whole["expires_at"] == whole["created_at"] + 7200
+    completed_file = complete(server, done["id"], part(server, done["id"], b"hello"))["file"]
+    assert completed_file["expires_at"] == completed_file["created_at"] + 7200
     now_s = time.time()
     asyncio.run(delete_expired(records, now_s))
     assert server.http.get(f"{FILES}/{file['id']}").status_code == 200
     asyncio.run(delete_expired(records, now_s + 3601))
     names = {path.name for path in records.files.path("x").parent.iterdir()}
-    assert names == {stays["id"], whole["id"]}
+    assert names == {stays["id"], completed_file["id"]}
     assert server.http.get(f"{FILES}/{file['id']}").status_code == 404
     asyncio.run(delete_expired(records, now_s + 7300))
     assert server.http.get(f"{UPLOADS}/{upload['id']}").status_code == 404
@@ -258,26 +258,26 @@ def test_results_of_batches_expire_on_request(server: LiveServer) -> None:
 
 def test_anthropics_clients_see_files_in_their_form(server: LiveServer) -> None:
     server.http.headers.update(ANTHROPIC)
-    made = [
+    file_objects = [
         server.http.post(f"{FILES}?beta=true", files={"file": (name, b"hello")}).json()
         for name in ("a.txt", "b.json", "c")
     ]
-    assert [file["mime_type"] for file in made] == [
+    assert [file["mime_type"] for file in file_objects] == [
         "text/plain",
         "application/json",
         "application/octet-stream",
     ]
-    assert {file["type"] for file in made} == {"file"}
-    first = made[0]
+    assert {file["type"] for file in file_objects} == {"file"}
+    first = file_objects[0]
     assert first["size_bytes"] == 5
     assert server.http.get(f"{FILES}/{first['id']}?beta=true").json() == first
     page = server.http.get(FILES, params={"limit": 2, "beta": "true"}).json()
-    assert page["data"] == made[:0:-1]
+    assert page["data"] == file_objects[:0:-1]
     assert page["has_more"]
     rest = server.http.get(FILES, params={"page": page["next_page"]}).json()
     assert (rest["data"], rest["next_page"]) == ([first], None)
     newer = server.http.get(FILES, params={"before_id": first["id"], "limit": 1}).json()
-    assert newer["data"] == [made[1]]
+    assert newer["data"] == [file_objects[1]]
     named = server.http.get(FILES, params={"ids[]": [first["id"], "file-none"]}).json()
     assert named["data"] == [first]
     deleted = server.http.delete(f"{FILES}/{first['id']}").json()

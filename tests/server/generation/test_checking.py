@@ -55,7 +55,7 @@ def counts(server: LiveServer) -> dict[str, float]:
     return {name: float(value) for name, value in results if "_created" not in name}
 
 
-def counted(
+def check_counts(
     server: LiveServer, path: str, answers: Sequence[str], body: Fields
 ) -> dict[str, float]:
     """Return what the metrics count for the check of an answer and of its replacements."""
@@ -73,7 +73,7 @@ MISSED = {
     'twostroke_constraint_misses_total{keyword="repeated member"}': MAX_REDRAWS + 1,
     "twostroke_constraint_redraws_total": MAX_REDRAWS,
 }
-KEPT = {'twostroke_constraint_checks_total{result="valid"}': 1}
+VALID_COUNT = {'twostroke_constraint_checks_total{result="valid"}': 1}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -82,25 +82,25 @@ def test_wrong_answer_is_counted_and_a_right_one_is_not(
     server: LiveServer, path: str, stream: bool
 ):
     body = PROTOCOLS[path] | {"stream": stream}
-    assert counted(server, path, WRONGS, body) == MISSED
-    assert counted(server, path, [RIGHT], body) == KEPT
+    assert check_counts(server, path, WRONGS, body) == MISSED
+    assert check_counts(server, path, [RIGHT], body) == VALID_COUNT
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_arguments_of_calls_are_checked(server: LiveServer, stream: bool):
     body = {"messages": TALK, "tools": [TOOL], "stream": stream}
-    for texts, expected in ((WRONGS, MISSED), ([RIGHT], KEPT)):
+    for texts, expected in ((WRONGS, MISSED), ([RIGHT], VALID_COUNT)):
         calls = [
             f'<tool_call>\n{{"name": "count", "arguments": {text}}}\n</tool_call>' for text in texts
         ]
-        assert counted(server, CHAT, calls, body) == expected
+        assert check_counts(server, CHAT, calls, body) == expected
 
 
 def test_log_names_keyword_and_request_but_no_content(
     server: LiveServer, caplog: pytest.LogCaptureFixture
 ):
     with caplog.at_level(logging.WARNING, "twostroke.serve"):
-        counted(server, CHAT, WRONGS, PROTOCOLS[CHAT])
+        check_counts(server, CHAT, WRONGS, PROTOCOLS[CHAT])
         wait_for(lambda: caplog.records)
     [record] = caplog.records
     figures = record.figures  # type: ignore[attr-defined]
@@ -111,15 +111,15 @@ def test_log_names_keyword_and_request_but_no_content(
 
 def test_answer_that_was_cut_or_that_the_grammar_holds_is_not_checked(server: LiveServer):
     before = counts(server)
-    held = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    object_schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     for answer, body in (
         (WRONG, {"guided_json": TWO, "max_tokens": 3}),
         (WRONG, {"guided_json": TWO, "stop": ', "Ones'}),
-        ('{"a": 1}', {"guided_json": held}),
+        ('{"a": 1}', {"guided_json": object_schema}),
     ):
         say(server, answer)
         assert server.chat(temperature=0, **body).status_code == 200
-    assert counted(server, CHAT, [RIGHT], PROTOCOLS[CHAT]) == KEPT
+    assert check_counts(server, CHAT, [RIGHT], PROTOCOLS[CHAT]) == VALID_COUNT
     assert sum(counts(server).values()) == sum(before.values()) + 1
 
 

@@ -68,9 +68,9 @@ def test_blocks_open_grow_and_close_in_order(shared_server: LiveServer) -> None:
             case BlockClosed():
                 assert event.block is open_
                 open_ = None
-    *_, ended, finished = events
-    assert isinstance(ended, ChoiceEnded)
-    assert ended.has_calls
+    *_, choice_end, finished = events
+    assert isinstance(choice_end, ChoiceEnded)
+    assert choice_end.has_calls
     assert isinstance(finished, AnswerFinished)
 
 
@@ -79,9 +79,9 @@ def test_a_whole_answer_has_the_blocks_of_its_stream(shared_server: LiveServer) 
         for reading in (PLAIN, READING):
             answer = outputs(shared_server, text, FinishReason.LENGTH)
             reader = EventReader(reading, shared_server.client.card.tokenizer, has_logprobs=True)
-            whole = blocks(list(reader.read_whole([join(answer)], USAGE)))
-            assert whole == blocks(read(shared_server, reading, answer))
-            assert whole[-1][-1]  # cut at the limit
+            all_blocks = blocks(list(reader.read_whole([join(answer)], USAGE)))
+            assert all_blocks == blocks(read(shared_server, reading, answer))
+            assert all_blocks[-1][-1]  # cut at the limit
 
 
 def test_every_token_is_scored_once(shared_server: LiveServer) -> None:

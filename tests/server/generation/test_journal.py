@@ -34,8 +34,8 @@ OTHER = {"authorization": "Bearer other"}
 
 @pytest.fixture
 def records(tmp_path: Path) -> Iterator[Records]:
-    with closing(Records(tmp_path / "records")) as made:
-        yield made
+    with closing(Records(tmp_path / "records")) as open_records:
+        yield open_records
 
 
 def serve(folder: Path, records: Records, **options: Any) -> AbstractContextManager[LiveServer]:
@@ -90,8 +90,8 @@ def test_conversation_goes_on_after_a_restart(tmp_path: Path, records: Records) 
     with serve(tmp_path, records) as server:
         first = answer(server)
         second = answer(server, previous_response_id=first["id"])
-        gone = answer(server)
-        assert server.http.delete(f"{PATH}/{gone['id']}").json()["deleted"]
+        deleted = answer(server)
+        assert server.http.delete(f"{PATH}/{deleted['id']}").json()["deleted"]
         assert server.http.delete(f"{PATH}/{first['id']}").json()["deleted"]
         alone = answer(server, input="and?", temperature=0, previous_response_id=second["id"])
         chat = server.chat(max_tokens=2, store=True, metadata={"a": "b"}).json()
@@ -101,13 +101,13 @@ def test_conversation_goes_on_after_a_restart(tmp_path: Path, records: Records) 
     with serve(tmp_path, records) as server:
         assert server.http.get(f"{PATH}/{second['id']}").json() == second
         assert server.http.get(f"{PATH}/{second['id']}/input_items").json() == items
-        for id_ in (first["id"], gone["id"]):
+        for id_ in (first["id"], deleted["id"]):
             assert server.http.get(f"{PATH}/{id_}").status_code == 404
-        again = answer(server, input="and?", temperature=0, previous_response_id=second["id"])
-        assert again["output"][0]["content"] == alone["output"][0]["content"]
-        assert again["usage"]["input_tokens"] == alone["usage"]["input_tokens"]
+        continued = answer(server, input="and?", temperature=0, previous_response_id=second["id"])
+        assert continued["output"][0]["content"] == alone["output"][0]["content"]
+        assert continued["usage"]["input_tokens"] == alone["usage"]["input_tokens"]
         assert server.http.get(path).json()["metadata"] == {"a": "c"}
-        for id_ in (second["id"], alone["id"], again["id"]):
+        for id_ in (second["id"], alone["id"], continued["id"]):
             server.http.delete(f"{PATH}/{id_}")
         server.http.delete(path)
     left = asyncio.run(records.read(lambda db: db.execute("SELECT id FROM answers").fetchall()))
@@ -144,26 +144,28 @@ def test_full_disk_costs_no_answer_and_delays_a_deletion(
             done.set_exception(RecordsError("The database /records cannot be written."))
 
     with serve(tmp_path, records) as server:
-        kept = answer(server)["id"]
+        stored_id = answer(server)["id"]
         wait_for(records._writes.empty)
         with monkeypatch.context() as patch:
             patch.setattr(records, "_write", fail)
             lost = [answer(server)["id"] for _ in range(3)]
             wait_for(lambda: "missing after a restart" in caplog.text)
             assert caplog.text.count("missing after a restart") == 1
-            refused = server.http.delete(f"{PATH}/{kept}")
+            refused = server.http.delete(f"{PATH}/{stored_id}")
             assert (refused.status_code, "/records" in refused.text) == (503, False)
-            assert all(server.http.get(f"{PATH}/{id_}").status_code == 200 for id_ in (kept, *lost))
+            assert all(
+                server.http.get(f"{PATH}/{id_}").status_code == 200 for id_ in (stored_id, *lost)
+            )
         continued = answer(server, previous_response_id=lost[0])["id"]
     with serve(tmp_path, records) as server:
-        assert server.http.get(f"{PATH}/{kept}").status_code == 200
+        assert server.http.get(f"{PATH}/{stored_id}").status_code == 200
         assert {server.http.get(f"{PATH}/{id_}").status_code for id_ in lost} == {404}
         assert server.http.get(f"{PATH}/{continued}").status_code == 200
         assert_not_continued(server, continued, caplog.text)
 
 
 def test_restart_restores_all_stored_responses_after_any_operations(records: Records) -> None:
-    def shown(store: ResponseStore) -> Any:
+    def stored_state(store: ResponseStore) -> Any:
         return {
             tenant: [
                 (response.id, response.answer, [step.id for step in response.conversation()])
@@ -179,11 +181,11 @@ def test_restart_restores_all_stored_responses_after_any_operations(records: Rec
         drafts: list[tuple[Tenant, StoredResponse]] = []
         for step in range(60):
             tenant = Tenant(draw.choice("ab"), store)
-            known = list(tenant._responses.by_id.values())
+            stored_responses = list(tenant._responses.by_id.values())
             match draw.choice(["put", "remove", "replace"]):
                 case "put":  # which others may overtake
                     is_chat = draw.random() < 0.2  # which nothing continues
-                    steps = [response for response in known if "chat" not in response.id]
+                    steps = [response for response in stored_responses if "chat" not in response.id]
                     previous = None if is_chat else draw.choice([None, *steps])
                     text = b'"%s"' % (b"x" * draw.randrange(3000))
                     id_ = f"{seed}-{step}" + "-chat" * is_chat
@@ -191,16 +193,16 @@ def test_restart_restores_all_stored_responses_after_any_operations(records: Rec
                         (tenant, StoredResponse(id_, b"[]", text, (f"i{id_}",), previous))
                     )
                     if draw.random() < 0.7:
-                        owner, kept = drafts.pop(draw.randrange(len(drafts)))
-                        owner.put(kept)
-                case "remove" if known:
-                    asyncio.run(tenant.forget(draw.choice(known).id))
+                        owner, put_response = drafts.pop(draw.randrange(len(drafts)))
+                        owner.put(put_response)
+                case "remove" if stored_responses:
+                    asyncio.run(tenant.forget(draw.choice(stored_responses).id))
                 case "replace" if chats := [
-                    response for response in known if "chat" in response.id
+                    response for response in stored_responses if "chat" in response.id
                 ]:
                     tenant.replace(draw.choice(chats), b'"new"')
-        again = ResponseStore(8, 20_000, Journal(records))
+        restored = ResponseStore(8, 20_000, Journal(records))
         asyncio.run(records.write(lambda _: None))
-        asyncio.run(again.load())
-        assert shown(again) == shown(store)
-        assert again.num_bytes == store.num_bytes
+        asyncio.run(restored.load())
+        assert stored_state(restored) == stored_state(store)
+        assert restored.num_bytes == store.num_bytes

@@ -55,10 +55,10 @@ def test_others_are_served_while_an_answer_with_many_scores_is_written(
             assert server.http.get("/health", timeout=5).status_code == 200
         finally:
             may_go_on.set()
-        asked = written.result()
+        response = written.result()
     monkeypatch.setattr(responses, "_MAX_INLINE_LOGPROBS", 1 << 30)
     inline = server.http.post(path, json=body).json()
-    assert tokens(asked) == tokens(inline)
+    assert tokens(response) == tokens(inline)
 
 
 def tokens(answer: Any) -> list[list[str]]:

@@ -60,7 +60,7 @@ async def respond(scope: Scope, receive: Receive, send: Send) -> None:
 
 def requests(rng: random.Random) -> bytes:
     """Return pipelined requests; the connection ends after the last, if not before."""
-    whole, count = b"", rng.randrange(1, 6)
+    data, count = b"", rng.randrange(1, 6)
     for number in range(count):
         method = rng.choice((b"GET", b"GET", b"HEAD", b"POST"))
         version = b"0" if rng.random() < 0.1 else b"1"
@@ -70,8 +70,8 @@ def requests(rng: random.Random) -> bytes:
             head += b"content-length: %d\r\n" % len(body)
             head += b"expect: 100-continue\r\n" if rng.random() < 0.3 else b""
         head += b"connection: close\r\n" if number == count - 1 else b""
-        whole += head + b"\r\n" + body
-    return whole
+        data += head + b"\r\n" + body
+    return data
 
 
 async def received(

@@ -33,12 +33,12 @@ def test_freed_heap_memory_returns_to_the_system() -> None:
     if not process_tuning.return_freed_memory():
         pytest.skip("this C library has no malloc_trim")
     blocks = [b"x" * (100_000 + i) for i in range(400)]
-    kept = blocks[::20]
+    kept_blocks = blocks[::20]
     del blocks
     before = _own_bytes()
     process_tuning.return_freed_memory()
     assert _own_bytes() < before - 20 * 2**20
-    assert len(kept) == 20
+    assert len(kept_blocks) == 20
 
 
 class Node:
@@ -51,7 +51,7 @@ def test_a_server_frees_cycles_and_trims_again_and_again(monkeypatch: pytest.Mon
         loop = asyncio.get_running_loop()
 
         def trim() -> bool:
-            trims.append(gone())
+            trims.append(node_reference())
             if len(trims) == 3:
                 loop.call_soon_threadsafe(done.set)
             return True
@@ -60,7 +60,7 @@ def test_a_server_frees_cycles_and_trims_again_and_again(monkeypatch: pytest.Mon
         monkeypatch.setattr(process_tuning, "_TRIM_INTERVAL_S", 0.001)
         node = Node()
         node.itself = node  # type: ignore[attr-defined]
-        gone = weakref.ref(node)
+        node_reference = weakref.ref(node)
         del node
         task = asyncio.create_task(process_tuning.return_freed_memory_regularly())
         await done.wait()

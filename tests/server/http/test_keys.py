@@ -115,8 +115,10 @@ def test_tenants_share_neither_prefixes_nor_responses(guarded: LiveServer) -> No
     assert send_request(KEY) == 0
     assert send_request(KEY) > 0
     assert send_request(OTHER) == 0
-    told = guarded.http.post("/v1/responses", json={"input": "hello"}, headers=BEARER).json()
-    path = f"/v1/responses/{told['id']}"
+    stored_response = guarded.http.post(
+        "/v1/responses", json={"input": "hello"}, headers=BEARER
+    ).json()
+    path = f"/v1/responses/{stored_response['id']}"
     assert guarded.http.get(path, headers=BEARER).status_code == 200
     assert guarded.http.get(path, headers={"x-api-key": OTHER}).status_code == 404
 
@@ -146,8 +148,8 @@ def test_a_file_of_keys_names_tenants(tmp_path: Path) -> None:
     file.write_text("# ours\n\nsk-1\n  anna   sk-2\nanna sk-3\r\n")
     keys = ApiKeys.read(file, "sk-4")
     assert keys is not None
-    asked = [b"sk-1", b"sk-2", b"sk-3", b"sk-4", b"anna", b"", b"#", b"sk-5"]
-    results = [tenant_of(keys, key) for key in asked]
+    key_texts = [b"sk-1", b"sk-2", b"sk-3", b"sk-4", b"anna", b"", b"#", b"sk-5"]
+    results = [tenant_of(keys, key) for key in key_texts]
     assert results == ["", "anna", "anna", "", None, None, None, None]
     assert ApiKeys.read(None, None) is None
     only = ApiKeys.read(None, "sk-4")

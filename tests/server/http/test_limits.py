@@ -279,13 +279,15 @@ def test_bodies_that_arrive_are_bounded_for_a_tenant_and_in_all(tmp_path: Path) 
 
         def half_sent(key: str, num_sent: int, *, is_chunked: bool = False) -> socket.socket:
             head = f"X-API-Key: {key}\r\n"
-            whole = post_bytes("/v1/completions", b"x" * 250_000, headers=head)
+            request_bytes = post_bytes("/v1/completions", b"x" * 250_000, headers=head)
             if is_chunked:
-                whole = whole.replace(b"Content-Length: 250000", b"Transfer-Encoding: chunked")
-                whole = whole.replace(b"\r\n\r\n", b"\r\n\r\n3d090\r\n")
+                request_bytes = request_bytes.replace(
+                    b"Content-Length: 250000", b"Transfer-Encoding: chunked"
+                )
+                request_bytes = request_bytes.replace(b"\r\n\r\n", b"\r\n\r\n3d090\r\n")
             connection = server.connect()
             connection.settimeout(0.2)
-            connection.sendall(whole[: num_sent - 250_000])
+            connection.sendall(request_bytes[: num_sent - 250_000])
             return connection
 
         def is_refused(key: str) -> bool:
@@ -305,7 +307,7 @@ def test_bodies_that_arrive_are_bounded_for_a_tenant_and_in_all(tmp_path: Path) 
             sent = server.http.post(PATH, json=chat_body(max_tokens=1), headers=headers)
             return sent.status_code == 200
 
-        held = [half_sent("key-a", 200_000), half_sent("key-a", 200_000, is_chunked=True)]
+        connections = [half_sent("key-a", 200_000), half_sent("key-a", 200_000, is_chunked=True)]
         wait_for(lambda: is_refused("key-a"))
         refused = long("key-a")
         assert refused.json()["error"]["code"] == "bodies_limit"
@@ -315,14 +317,14 @@ def test_bodies_that_arrive_are_bounded_for_a_tenant_and_in_all(tmp_path: Path) 
         assert third.recv(99).startswith(b"HTTP/1.1 429")  # though its body never ends
         assert is_small_answered("key-a")
         assert long("key-b").status_code == 400  # longer than the context
-        held.append(half_sent("key-b", 200_000))
+        connections.append(half_sent("key-b", 200_000))
         wait_for(lambda: is_refused("key-c"))
         refused = long("key-c")
         assert "All request bodies" in refused.json()["error"]["message"]
         assert int(refused.headers["retry-after"]) >= 1
         assert is_small_answered("key-c")
-        for one in (*held, third):
-            one.close()
+        for open_connection in (*connections, third):
+            open_connection.close()
         wait_for(lambda: [long(key).status_code for key in keys] == [400] * 3)
 
 
@@ -337,13 +339,13 @@ def test_connections_are_bounded_and_idle_ones_make_room(
         wait_for(lambda: server.num_busy == 1)
         idle = [server.connect() for _ in range(5)]
         for _ in range(3):
-            with server.connect() as one:
-                one.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
-                assert one.recv(99).startswith(b"HTTP/1.1 200")
+            with server.connect() as first:
+                first.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                assert first.recv(99).startswith(b"HTTP/1.1 200")
         server.backend.gate.set()
         assert busy.recv(99).startswith(b"HTTP/1.1 200")
-        for one in (busy, *idle):
-            one.close()
+        for first in (busy, *idle):
+            first.close()
 
 
 def test_longest_idle_connection_makes_room(
@@ -353,11 +355,11 @@ def test_longest_idle_connection_makes_room(
     with live_server(tmp_path) as server:
         opened = []
 
-        def send_request(one: socket.socket) -> None:
-            one.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        def send_request(connection: socket.socket) -> None:
+            connection.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
             answer = b""
             while not answer.endswith(b"}"):
-                chunk = one.recv(999)
+                chunk = connection.recv(999)
                 assert chunk
                 answer += chunk
 

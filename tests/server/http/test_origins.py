@@ -132,9 +132,9 @@ def test_keys_replace_the_host_check_unless_hosts_are_configured() -> None:
 
 
 def test_preflight_needs_no_key_and_allows_the_requested_headers(listed: LiveServer) -> None:
-    told = listed.http.options(CHAT, headers=PREFLIGHT)
-    assert (told.status_code, told.content) == (204, b"")
-    result = told.headers
+    response = listed.http.options(CHAT, headers=PREFLIGHT)
+    assert (response.status_code, response.content) == (204, b"")
+    result = response.headers
     assert result["access-control-allow-origin"] == PAGE
     assert result["access-control-allow-methods"] == "GET, HEAD, POST, DELETE"
     assert result["access-control-allow-headers"] == PREFLIGHT["access-control-request-headers"]
@@ -142,12 +142,12 @@ def test_preflight_needs_no_key_and_allows_the_requested_headers(listed: LiveSer
     assert result["vary"] == "Origin"
     assert "access-control-allow-private-network" not in result
     old = PREFLIGHT | {"access-control-request-private-network": "true"}
-    told = listed.http.options(CHAT, headers=old)
-    assert told.headers["access-control-allow-private-network"] == "true"
+    response = listed.http.options(CHAT, headers=old)
+    assert response.headers["access-control-allow-private-network"] == "true"
     for strange in ("x\xe4", "a;b", "x" * 3000 + "," * 2000):
         body = {**PREFLIGHT, "access-control-request-headers": strange.encode("latin-1")}
-        told = httpx.options(listed.url + CHAT, headers=body, trust_env=False)
-        assert "access-control-allow-headers" not in told.headers
+        response = httpx.options(listed.url + CHAT, headers=body, trust_env=False)
+        assert "access-control-allow-headers" not in response.headers
 
 
 def test_errors_carry_the_headers_that_let_a_page_read_them(listed: LiveServer) -> None:
@@ -184,15 +184,18 @@ def test_a_keyed_server_may_allow_every_page(tmp_path: Path) -> None:
     options = ServeOptions(drain_s=1, api_keys=KEYS, cors_origins=("*",))
     with live_server(tmp_path, options) as server:
         for origin in (PAGE, "null", "moz-extension://1-2"):
-            told = server.http.options(CHAT, headers=PREFLIGHT | {"origin": origin})
-            assert (told.status_code, told.headers["access-control-allow-origin"]) == (204, "*")
+            response = server.http.options(CHAT, headers=PREFLIGHT | {"origin": origin})
+            assert (response.status_code, response.headers["access-control-allow-origin"]) == (
+                204,
+                "*",
+            )
         refused = server.http.get("/v1/models", headers={"origin": PAGE})
         assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, "*")
         assert "vary" not in refused.headers
 
 
 @pytest.mark.parametrize(
-    ("given", "sent"),
+    ("origin", "sent"),
     [
         ("HTTP://Localhost:80", "http://localhost"),
         ("https://app.example:443", "https://app.example"),
@@ -202,8 +205,8 @@ def test_a_keyed_server_may_allow_every_page(tmp_path: Path) -> None:
         ("http://[::1]:3000", "http://[::1]:3000"),
     ],
 )
-def test_origins_are_compared_as_browsers_send_them(given: str, sent: str) -> None:
-    options = ServeOptions(cors_origins=(given,))
+def test_origins_are_compared_as_browsers_send_them(origin: str, sent: str) -> None:
+    options = ServeOptions(cors_origins=(origin,))
     assert answers(options, origin=sent)
     headers = dict(Origins(options).headers(scope(origin=sent)))
     assert headers[b"access-control-allow-origin"] == sent.encode()
@@ -238,10 +241,10 @@ def request_line(server: LiveServer, target: str, host: str = "localhost") -> tu
 @pytest.mark.parametrize("scheme", ["http", "https", "HTTP"])
 def test_request_lines_may_name_the_host(server: LiveServer, scheme: str) -> None:
     """Clients of proxies send this form, which every server must accept."""
-    own = f"{scheme}://127.0.0.1:{server.port}"
+    server_url = f"{scheme}://127.0.0.1:{server.port}"
     for path in ("/health/live", "/v1/models/tiny?x=1", "/v1/models/no%20body", "/nowhere"):
-        assert request_line(server, own + path) == request_line(server, path)
-    assert request_line(server, own)[0] == 200
+        assert request_line(server, server_url + path) == request_line(server, path)
+    assert request_line(server, server_url)[0] == 200
     assert request_line(server, f"{scheme}://user:pw@localhost/v1/models")[0] == 200
 
 

@@ -84,19 +84,19 @@ def test_time_without_an_engine_does_not_count(grammars: SlowGrammars) -> None:
 
 def test_a_restarted_engine_compiles_again_in_turn() -> None:
     async def submit() -> None:
-        asked, process = list[Constraint](), [object()]
+        constraints, process = list[Constraint](), [object()]
 
         async def compile_(constraint: Constraint, _: float) -> tuple[str, ...]:
-            asked.append(constraint)
+            constraints.append(constraint)
             return ()
 
         compiler = GrammarCompiler(compile_, 1.0, engine_start_of=lambda: process[0])
         for _ in range(2):
             await compiler.compile(SLOW)
-        assert len(asked) == 1
+        assert len(constraints) == 1
         process[0] = object()
         await compiler.compile(SLOW)
-        assert len(asked) == 2
+        assert len(constraints) == 2
 
     asyncio.run(submit())
 
@@ -151,19 +151,21 @@ def test_a_tenant_waits_for_one_constraint_of_another_and_not_for_all(
     grammars: SlowGrammars,
 ) -> None:
     async def submit() -> None:
-        compiler, ended = compiling(grammars, limit_s=20), list[str]()
+        compiler, compiled_texts = compiling(grammars, limit_s=20), list[str]()
 
-        async def one(tenant: str, text: str) -> None:
+        async def compile_text(tenant: str, text: str) -> None:
             await compiler.compile(SLOW if text == "slow" else Constraint("regex", text), tenant)
-            ended.append(text)
+            compiled_texts.append(text)
 
-        flood = [asyncio.create_task(one("flood", text)) for text in ("slow", "x1", "x2", "x3")]
+        flood = [
+            asyncio.create_task(compile_text("flood", text)) for text in ("slow", "x1", "x2", "x3")
+        ]
         await asyncio.to_thread(grammars.has_begun.wait, 20)
-        others = [asyncio.create_task(one("other", text)) for text in ("y1", "y2")]
+        others = [asyncio.create_task(compile_text("other", text)) for text in ("y1", "y2")]
         await asyncio.sleep(0.1)  # which the flood has used
         grammars.may_end.set()
         await asyncio.gather(*flood, *others)
-        assert ended == ["slow", "y1", "y2", "x1", "x2", "x3"]
+        assert compiled_texts == ["slow", "y1", "y2", "x1", "x2", "x3"]
 
     asyncio.run(submit())
 
@@ -237,18 +239,18 @@ def test_client_that_leaves_while_others_are_compiled_is_not_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with live_server(tmp_path) as server:
-        grammars, began, may_end = server.client.grammars, threading.Event(), threading.Event()
+        grammars, has_begun, may_end = server.client.grammars, threading.Event(), threading.Event()
         compile_ = grammars._compile
 
         def slow(constraint: Constraint, deadline: Deadline) -> GrammarMatcher:
-            began.set()
+            has_begun.set()
             assert may_end.wait(20)
             return compile_(constraint, deadline)
 
         monkeypatch.setattr(grammars, "_compile", slow)
         connection = server.connect()
         connection.sendall(post_bytes("/v1/chat/completions", chat_body(guided_regex="a+")))
-        assert began.wait(20)
+        assert has_begun.wait(20)
         connection.close()
         wait_for(lambda: not server.api._open_requests)
         may_end.set()

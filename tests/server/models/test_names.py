@@ -21,17 +21,17 @@ NAMES = ModelNames(("Tiny-1", "org/other"))
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "model_name",
     ["Tiny-1", "tiny-1", "TINY-1:latest", "openai/tiny-1", "hf.co/me/Tiny-1:latest", "other"],
 )
-def test_name_matches_without_case_owner_and_latest(asked: str) -> None:
-    assert NAMES.find(asked) == asked
+def test_name_matches_without_case_owner_and_latest(model_name: str) -> None:
+    assert NAMES.find(model_name) == model_name
 
 
-@pytest.mark.parametrize("asked", ["tiny", "tiny-1:q4", "tiny-1/x", "gpt-4o", "latest"])
-def test_other_names_are_refused(asked: str) -> None:
+@pytest.mark.parametrize("model_name", ["tiny", "tiny-1:q4", "tiny-1/x", "gpt-4o", "latest"])
+def test_other_names_are_refused(model_name: str) -> None:
     with pytest.raises(ModelNotFoundError, match=r"does not exist.* Served: Tiny-1, org/other\."):
-        NAMES.find(asked)
+        NAMES.find(model_name)
 
 
 def test_no_name_is_the_default() -> None:
@@ -41,8 +41,8 @@ def test_no_name_is_the_default() -> None:
 def test_any_name_is_answered_and_repeated_if_it_is_harmless(tmp_path: Path) -> None:
     with live_server(tmp_path, ServeOptions(any_model=True, drain_s=1)) as server:
         for name in ("gpt-4o", "claude-sonnet-4-5", "x" * 1000, "a\nb"):
-            shown = name if len(name) < 200 and name.isprintable() else "tiny"
-            assert server.chat(model=name, max_tokens=1).json()["model"] == shown
+            shown_name = name if len(name) < 200 and name.isprintable() else "tiny"
+            assert server.chat(model=name, max_tokens=1).json()["model"] == shown_name
         body = server.http.get("/v1/models/gpt-4o").json()
         assert (body["id"], body["max_model_len"]) == ("gpt-4o", 512)
         response = server.http.post("/v1/embeddings", json={"model": "e", "input": "hello"})

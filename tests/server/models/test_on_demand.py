@@ -51,8 +51,10 @@ def make_engine(folder: Path) -> tuple[OnDemandEngine, wire.EngineReady]:
 def test_running_requests_are_counted_as_after_loading(tmp_path: Path) -> None:
     """Few slots for recurrent states limit the running requests, before and after a load."""
     path = write_tiny_gguf(tmp_path / "tiny.gguf", tiny_of("qwen3.5", context_length=256))
-    wanted = replace(options(max_running=5000, token_budget=8192), cache=CacheOptions())
-    engine = OnDemandEngine.for_model(None, str(path), wanted, "warning", 300 << 20, math.inf)
+    wanted_options = replace(options(max_running=5000, token_budget=8192), cache=CacheOptions())
+    engine = OnDemandEngine.for_model(
+        None, str(path), wanted_options, "warning", 300 << 20, math.inf
+    )
     with closing(engine), build(str(path), engine._supervisor._load.options) as built:
         facts = _ready(built).facts
     assert facts.config.max_running < 5000

@@ -48,8 +48,11 @@ def with_hits(seed: int) -> Adversary:
     def choose_models(stage: Stage) -> list[str]:
         if any(model.waiting for model in stage.models.values()):
             return [rng.choice("abc")] if rng.random() < 0.05 else []
-        there = [name for name in "abc" if name not in stage.absent]
-        return [*stage.absent[:1], *([rng.choice(there)] if there and rng.random() < 0.6 else [])]
+        loaded_names = [name for name in "abc" if name not in stage.absent]
+        return [
+            *stage.absent[:1],
+            *([rng.choice(loaded_names)] if loaded_names and rng.random() < 0.6 else []),
+        ]
 
     return choose_models
 
@@ -110,21 +113,21 @@ def test_two_busy_callers_on_memory_for_one_load_a_fifth_of_the_time() -> None:
 
 def test_a_busy_model_is_closed_and_goes_only_after_its_last_request() -> None:
     busy = ModelUse("a", 1, 1.0, IN, used_s=100.0, num_running=2)
-    asked = ModelUse("b", 1, 1.0, waiting_since_s=100.0 - MIN_WAIT_LOADS)
-    assert decide_residency(100.0, 1, [busy, asked]) == ResidencyDecision(close=("a",))
-    ended = ModelUse("a", 1, 1.0, IN, used_s=100.0, is_closed=True)
-    assert decide_residency(100.0, 1, [ended, asked]) == ResidencyDecision(
+    waiting_use = ModelUse("b", 1, 1.0, waiting_since_s=100.0 - MIN_WAIT_LOADS)
+    assert decide_residency(100.0, 1, [busy, waiting_use]) == ResidencyDecision(close=("a",))
+    ended_use = ModelUse("a", 1, 1.0, IN, used_s=100.0, is_closed=True)
+    assert decide_residency(100.0, 1, [ended_use, waiting_use]) == ResidencyDecision(
         unload=("a",), close=("a",)
     )
-    assert decide_residency(100.0, 1, [ended]) == ResidencyDecision()
+    assert decide_residency(100.0, 1, [ended_use]) == ResidencyDecision()
 
 
 def test_times_before_a_model_may_be_taken() -> None:
     def goes(*, waiting_since_s: float, used_s: float, loaded_s: float) -> bool:
-        there = ModelUse("a", 1, 1.0, IN, used_s=used_s, loaded_s=loaded_s)
+        loaded_use = ModelUse("a", 1, 1.0, IN, used_s=used_s, loaded_s=loaded_s)
         return bool(
             decide_residency(
-                0.0, 1, [there, ModelUse("b", 1, 1.0, waiting_since_s=waiting_since_s)]
+                0.0, 1, [loaded_use, ModelUse("b", 1, 1.0, waiting_since_s=waiting_since_s)]
             ).close
         )
 
@@ -136,21 +139,23 @@ def test_times_before_a_model_may_be_taken() -> None:
 
 
 def test_a_later_model_does_not_take_memory_that_an_earlier_one_waits_for() -> None:
-    there = ModelUse("a", 2, 1.0, IN, used_s=10.0, loaded_s=9.5)
+    loaded_use = ModelUse("a", 2, 1.0, IN, used_s=10.0, loaded_s=9.5)
     large = ModelUse("b", 3, 1.0, waiting_since_s=10.0)
     small = ModelUse("c", 1, 1.0, waiting_since_s=10.1)
-    assert decide_residency(10.2, 3, [there, large, small]) == ResidencyDecision()
-    assert decide_residency(10.2, 3, [there, small]) == ResidencyDecision(load=("c",))
-    assert decide_residency(10.2, 4, [there, large, small]) == ResidencyDecision()
-    assert decide_residency(10.2, 6, [there, large, small]) == ResidencyDecision(load=("b", "c"))
+    assert decide_residency(10.2, 3, [loaded_use, large, small]) == ResidencyDecision()
+    assert decide_residency(10.2, 3, [loaded_use, small]) == ResidencyDecision(load=("c",))
+    assert decide_residency(10.2, 4, [loaded_use, large, small]) == ResidencyDecision()
+    assert decide_residency(10.2, 6, [loaded_use, large, small]) == ResidencyDecision(
+        load=("b", "c")
+    )
 
 
 def test_a_model_that_turned_out_larger_than_the_budget_loads_again_alone() -> None:
-    there, asked = ModelUse("a", 4, 1.0, IN), ModelUse("b", 12, 1.0, waiting_since_s=0.0)
-    assert decide_residency(100.0, 10, [there, asked]) == ResidencyDecision(
+    loaded_use, waiting_use = ModelUse("a", 4, 1.0, IN), ModelUse("b", 12, 1.0, waiting_since_s=0.0)
+    assert decide_residency(100.0, 10, [loaded_use, waiting_use]) == ResidencyDecision(
         unload=("a",), close=("a",)
     )
-    assert decide_residency(100.0, 10, [asked]) == ResidencyDecision(load=("b",))
+    assert decide_residency(100.0, 10, [waiting_use]) == ResidencyDecision(load=("b",))
     loaded = ModelUse("b", 12, 1.0, IN)
     other = ModelUse("a", 4, 1.0, waiting_since_s=99.9)
     assert decide_residency(100.0, 10, [loaded, other]) == ResidencyDecision(
@@ -164,12 +169,12 @@ def test_a_model_that_turned_out_larger_than_the_budget_loads_again_alone() -> N
 
 def test_the_least_worth_goes_first_and_an_idle_one_before_a_busy_one() -> None:
     common = {"num_bytes": 1, "load_s": 1.0, "state": IN}
-    asked = ModelUse("z", 1, 1.0, waiting_since_s=0.0)
+    waiting_use = ModelUse("z", 1, 1.0, waiting_since_s=0.0)
     cheap = ModelUse("a", used_s=50.0, value=1.0, **common)
     dear = ModelUse("b", used_s=40.0, value=2.0, **common)
     busy = ModelUse("c", used_s=100.0, value=0.5, num_running=1, **common)
-    assert decide_residency(100.0, 3, [busy, dear, cheap, asked]).close == ("a",)
-    assert decide_residency(100.0, 2, [busy, dear, asked]).close == ("b",)
+    assert decide_residency(100.0, 3, [busy, dear, cheap, waiting_use]).close == ("a",)
+    assert decide_residency(100.0, 2, [busy, dear, waiting_use]).close == ("b",)
 
 
 def test_a_model_leaves_after_its_time_without_requests() -> None:

@@ -70,10 +70,10 @@ def test_the_line_of_embeddings_has_their_tokens(tmp_path: Path, log: Log) -> No
         server.http.post("/v1/embeddings", json={"input": [[5] * 40, [6]], "service_tier": "flex"})
         fields = {"input": [[5] * 40], "pooling": "last"}
         server.http.post("/v1/embeddings", json=fields)
-        first, again = log.entries(2)
+        first, second = log.entries(2)
     assert (first["model"], first["class"], first["texts"]) == ("tiny", "flex", 2)
     assert (first["prompt_tokens"], first["cached_tokens"]) == (41, 0)
-    assert (again["prompt_tokens"], again["cached_tokens"]) == (40, 32)
+    assert (second["prompt_tokens"], second["cached_tokens"]) == (40, 32)
     assert "completion_tokens" not in first
     assert "finish_reasons" not in first
 

@@ -207,7 +207,7 @@ def test_document_has_the_labels_of_every_metric(server: LiveServer) -> None:
 
 
 def test_dashboard_asks_for_metrics_that_exist(server: LiveServer) -> None:
-    known = {sample.name for family in _families(server) for sample in family.samples}
+    metric_names = {sample.name for family in _families(server) for sample in family.samples}
     dashboard = json.loads(_DASHBOARD.read_text())
     panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
     assert len(panels) > 10
@@ -218,7 +218,7 @@ def test_dashboard_asks_for_metrics_that_exist(server: LiveServer) -> None:
         for target in panel["targets"]:
             names = re.findall(r"\b(?:twostroke|process)_\w+", target["expr"])
             assert names, target["expr"]
-            assert set(names) <= known, set(names) - known
+            assert set(names) <= metric_names, set(names) - metric_names
             assert target["expr"].count("(") == target["expr"].count(")")
 
 

@@ -65,15 +65,18 @@ def test_an_answer_is_good_if_it_meets_all_objectives() -> None:
     goodput.judge("default", _usage(11), _timings(first=0.4, last=2.4))
     goodput.judge("default", _usage(11), _timings(first=0.6, last=1.4))
     goodput.judge("flex", _usage(1), _timings(first=0.5, last=0.5))
-    kept = goodput.read()
-    assert kept["default", "ttft", "met"] == 2
-    assert kept["default", "ttft", "missed"] == 1
-    assert kept["default", "tpot", "met"] == 2
-    assert kept["default", "tpot", "missed"] == 1
-    assert (kept["default", "all", "met"], kept["default", "all", "missed"]) == (1, 2)
-    assert kept["flex", "tpot", "met"] == 1  # of one token
-    assert kept["default", "all", "good_tokens"] == 11
-    assert kept["flex", "all", "good_tokens"] == 1
+    objective_counts = goodput.read()
+    assert objective_counts["default", "ttft", "met"] == 2
+    assert objective_counts["default", "ttft", "missed"] == 1
+    assert objective_counts["default", "tpot", "met"] == 2
+    assert objective_counts["default", "tpot", "missed"] == 1
+    assert (
+        objective_counts["default", "all", "met"],
+        objective_counts["default", "all", "missed"],
+    ) == (1, 2)
+    assert objective_counts["flex", "tpot", "met"] == 1  # of one token
+    assert objective_counts["default", "all", "good_tokens"] == 11
+    assert objective_counts["flex", "all", "good_tokens"] == 1
 
 
 def test_failed_answers_miss_all_objectives() -> None:
@@ -116,11 +119,15 @@ def test_goodput_is_that_of_the_last_minute() -> None:
     now[0] = 110.5
     goodput.judge("default", _usage(7), _timings(first=0.1, last=0.1))
     now[0] = 150.0
-    kept, seconds = goodput.recent()
-    assert (kept["default", "all", "met"], seconds) == (2, 50)
+    objective_counts, seconds = goodput.recent()
+    assert (objective_counts["default", "all", "met"], seconds) == (2, 50)
     now[0] = 165.0
-    kept, seconds = goodput.recent()
-    assert (kept["default", "all", "met"], kept["default", "all", "good_tokens"], seconds) == (
+    objective_counts, seconds = goodput.recent()
+    assert (
+        objective_counts["default", "all", "met"],
+        objective_counts["default", "all", "good_tokens"],
+        seconds,
+    ) == (
         1,
         7,
         60,

@@ -26,9 +26,9 @@ _PATHS = ("/v1/chat/completions", "/v1/completions")
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("path", _PATHS)
 def test_response_has_the_class_of_service(server: LiveServer, path: str, tier: str) -> None:
-    told = _post(server, path, service_tier=tier).json()
-    assert told["service_tier"] == TIERS[tier]
-    assert told["service_tier"] in SERVICE_TIERS
+    response = _post(server, path, service_tier=tier).json()
+    assert response["service_tier"] == TIERS[tier]
+    assert response["service_tier"] in SERVICE_TIERS
 
 
 @pytest.mark.parametrize("path", _PATHS)
@@ -47,9 +47,9 @@ def test_response_without_service_tier_has_no_class(
 
 
 def test_responses_tell_their_class(server: LiveServer) -> None:
-    for tier, told in ((None, "default"), ("priority", "priority")):
+    for tier, expected_tier in ((None, "default"), ("priority", "priority")):
         body = {"input": "hello", "max_output_tokens": 2, "service_tier": tier}
-        assert server.http.post("/v1/responses", json=body).json()["service_tier"] == told
+        assert server.http.post("/v1/responses", json=body).json()["service_tier"] == expected_tier
 
 
 def test_an_unknown_class_is_ignored_or_refused_with_the_nearest(

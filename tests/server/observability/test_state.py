@@ -110,10 +110,10 @@ def test_page_map_distinguishes_cache_groups(tmp_path: Path) -> None:
 def test_large_pools_are_shown_in_cells_of_several_pages() -> None:
     counts = np.zeros(3 * MAX_CELLS - 1, int)
     counts[[0, 1, 6]] = 2, 1, 1
-    view = _view(counts, held=[(0, 1, 6), (0,)], cached=(2, 3, 4, 8))
-    shown = page_map(PageUsage.of(view), view.cached, 2)
-    cells, owners, groups = _arrays(shown)
-    assert shown["pages_per_cell"] == 3
+    view = _view(counts, pages_by_request=[(0, 1, 6), (0,)], cached=(2, 3, 4, 8))
+    map_body = page_map(PageUsage.of(view), view.cached, 2)
+    cells, owners, groups = _arrays(map_body)
+    assert map_body["pages_per_cell"] == 3
     assert len(cells) == MAX_CELLS
     assert cells[:4].tolist() == [3, 1, 2, 0]  # held by two, cached, held by one, free
     assert owners[:4].tolist() == [1, 0, 1, 0]
@@ -180,7 +180,7 @@ def test_state_is_made_once_for_simultaneous_requests(server: LiveServer) -> Non
 
 
 @pytest.mark.parametrize(
-    ("host", "asked", "shown"),
+    ("host", "dashboard", "is_shown"),
     [
         ("127.0.0.1", None, True),
         ("::1", None, True),
@@ -193,9 +193,9 @@ def test_state_is_made_once_for_simultaneous_requests(server: LiveServer) -> Non
     ],
 )
 def test_dashboard_is_shown_where_only_this_machine_sees_it(
-    host: str, asked: bool | None, shown: bool
+    host: str, dashboard: bool | None, is_shown: bool
 ) -> None:
-    assert ServeOptions(host=host, dashboard=asked).shows_dashboard is shown
+    assert ServeOptions(host=host, dashboard=dashboard).shows_dashboard is is_shown
 
 
 def test_dashboard_that_is_off_says_how_to_have_it(tmp_path: Path) -> None:
@@ -212,20 +212,22 @@ def _stop(server: LiveServer, answers: list[Generation]) -> None:
     server.wait_idle()
 
 
-def _arrays(shown: dict[str, Any]) -> tuple[Any, Any, Any]:
-    groups = shown["cell_groups"]
+def _arrays(map_body: dict[str, Any]) -> tuple[Any, Any, Any]:
+    groups = map_body["cell_groups"]
     return (
-        np.frombuffer(b64decode(shown["cells"]), np.uint8),
-        np.frombuffer(b64decode(shown["owners"]), "<u2"),
+        np.frombuffer(b64decode(map_body["cells"]), np.uint8),
+        np.frombuffer(b64decode(map_body["owners"]), "<u2"),
         None if groups is None else np.frombuffer(b64decode(groups), np.uint8),
     )
 
 
-def _view(counts: Any, held: list[tuple[int, ...]], cached: tuple[int, ...]) -> RunningRequests:
+def _view(
+    counts: Any, pages_by_request: list[tuple[int, ...]], cached: tuple[int, ...]
+) -> RunningRequests:
     stats = SchedulerStats(*[0] * 10)
     requests = [
         RequestView(f"r{n}", "default", *[0] * 7, 0.0, 0.0, 0.0, pages=(pages,))
-        for n, pages in enumerate(held)
+        for n, pages in enumerate(pages_by_request)
     ]
     return RunningRequests(stats, tuple(requests), tuple(counts.tolist()), cached, None)
 

@@ -38,23 +38,23 @@ def test_a_request_is_a_span_with_its_parts(server: LiveServer) -> None:
         response = server.chat(max_tokens=4, ignore_eos=True, service_tier="priority", seed=3)
         result = spans(4)
     root = result["chat tiny"]
-    told = root.attributes
+    attributes = root.attributes
     usage = response.json()["usage"]
     assert root.parent is None
     assert root.kind.name == "SERVER"
-    assert told["gen_ai.operation.name"] == "chat"
-    assert told["gen_ai.provider.name"] == "twostroke"
-    assert told["gen_ai.request.model"] == told["gen_ai.response.model"] == "tiny"
-    assert told["gen_ai.response.id"] == response.json()["id"]
-    assert told["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
-    assert told["gen_ai.usage.output_tokens"] == 4
-    assert told["gen_ai.response.finish_reasons"] == ("length",)
-    assert told["gen_ai.request.max_tokens"] == 4
-    assert told["gen_ai.request.seed"] == 3
-    assert told["http.route"] == "/v1/chat/completions"
-    assert told["http.response.status_code"] == 200
-    assert told["twostroke.class"] == "priority"
-    assert told["twostroke.request_id"] == response.headers["x-request-id"]
+    assert attributes["gen_ai.operation.name"] == "chat"
+    assert attributes["gen_ai.provider.name"] == "twostroke"
+    assert attributes["gen_ai.request.model"] == attributes["gen_ai.response.model"] == "tiny"
+    assert attributes["gen_ai.response.id"] == response.json()["id"]
+    assert attributes["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
+    assert attributes["gen_ai.usage.output_tokens"] == 4
+    assert attributes["gen_ai.response.finish_reasons"] == ("length",)
+    assert attributes["gen_ai.request.max_tokens"] == 4
+    assert attributes["gen_ai.request.seed"] == 3
+    assert attributes["http.route"] == "/v1/chat/completions"
+    assert attributes["http.response.status_code"] == 200
+    assert attributes["twostroke.class"] == "priority"
+    assert attributes["twostroke.request_id"] == response.headers["x-request-id"]
     parts = [result[name] for name in ("queue", "prefill", "decode")]
     for part in parts:
         assert part.parent.span_id == root.context.span_id
@@ -71,12 +71,12 @@ def test_embeddings_are_a_span_with_their_tokens(server: LiveServer) -> None:
     with _traced(server) as spans:
         fields = {"input": ["hello", "hello there"], "service_tier": "flex"}
         response = server.http.post("/v1/embeddings", json=fields)
-        told = spans(1)["embeddings tiny"].attributes
-    assert told["gen_ai.operation.name"] == "embeddings"
-    assert told["gen_ai.request.model"] == told["gen_ai.response.model"] == "tiny"
-    assert told["gen_ai.usage.input_tokens"] == response.json()["usage"]["prompt_tokens"]
-    assert told["twostroke.texts"] == 2
-    assert told["twostroke.class"] == "flex"
+        attributes = spans(1)["embeddings tiny"].attributes
+    assert attributes["gen_ai.operation.name"] == "embeddings"
+    assert attributes["gen_ai.request.model"] == attributes["gen_ai.response.model"] == "tiny"
+    assert attributes["gen_ai.usage.input_tokens"] == response.json()["usage"]["prompt_tokens"]
+    assert attributes["twostroke.texts"] == 2
+    assert attributes["twostroke.class"] == "flex"
 
 
 @needs_extra

@@ -47,7 +47,7 @@ CONDITION = {
     "else": {"properties": {"a": False}},
 }
 # Keyword, schema, values that it allows, values that it does not.
-KEPT: list[tuple[str, dict[str, Any], list[Any], list[Any]]] = [
+ENFORCED: list[tuple[str, dict[str, Any], list[Any], list[Any]]] = [
     ("type", {"type": ["string", "null"]}, ["a", None], [1, {}, [], True]),
     ("enum", {"enum": [1, "a", None, {"x": [1]}]}, [1, "a", None, {"x": [1]}], [2, "b", {}]),
     ("const", {"const": {"a": [1]}}, [{"a": [1]}], [{"a": [2]}, 1]),
@@ -347,7 +347,7 @@ def allows(grammars: Grammars, tokenizer: Tokenizer, schema: object, text: str) 
     return matcher.count_allowed((), tokens) == len(tokens)
 
 
-@pytest.mark.parametrize(("keyword", "schema", "good", "bad"), KEPT, ids=str)
+@pytest.mark.parametrize(("keyword", "schema", "good", "bad"), ENFORCED, ids=str)
 def test_a_keyword_is_enforced_by_the_grammar(
     grammars: Grammars,
     tokenizer: Tokenizer,
@@ -379,7 +379,7 @@ def test_gaps_name_the_keywords_that_the_grammar_does_not_enforce(grammars: Gram
         assert gap in prepare(json.dumps(schema)).unenforced_keywords
     lark = 'start: "x" form\nform: %json {"type": "array", "uniqueItems": true}'
     assert "uniqueItems (#)" in grammars.matcher(Constraint("lark", lark)).unenforced_keywords
-    for _, schema, *_ in KEPT:
+    for _, schema, *_ in ENFORCED:
         assert set(prepare(json.dumps(schema)).unenforced_keywords) <= {
             "additionalProperties (names that repeat)"
         }
@@ -410,15 +410,15 @@ def test_each_character_can_be_enforced(
         {**S, "pattern": f"^a{escaped}b$"},
         {**S, "pattern": f"^a[{escaped}]b$"},
     ):
-        for whole, before, after in (
+        for constraint, before, after in (
             (schema, "", ""),
             ({**ARRAY, "items": schema}, "[", "]"),
             ({"properties": {"role": schema}, "additionalProperties": S}, '{"role": ', "}"),
         ):
-            assert allows(grammars, tokenizer, whole, f'{before}"{text}"{after}'), schema
+            assert allows(grammars, tokenizer, constraint, f'{before}"{text}"{after}'), schema
             for other in ("ab", "aab", 'a\\"b' if character != '"' else "a", "a\\\\b"):
                 if other != text:
-                    assert not allows(grammars, tokenizer, whole, f'{before}"{other}"{after}')
+                    assert not allows(grammars, tokenizer, constraint, f'{before}"{other}"{after}')
     name = f"a{character}b"
     key = json.dumps(name, ensure_ascii=False)
     schema = {**OBJECT, "properties": {name: P}, "required": [name]}
@@ -519,13 +519,13 @@ def test_members_that_the_schema_does_not_mention_are_not_written(
     assert not allows(grammars, tokenizer, AB, '{"a": 1, "c": 2}')
     for asking in ({"additionalProperties": True}, {"required": ["c"]}, {"minProperties": 3}):
         assert allows(grammars, tokenizer, {**AB, **asking}, '{"a": 1, "b": "", "c": 2}')
-    for patterns, more, good, bad in (
+    for patterns, more_keywords, good, bad in (
         ({"^[a-z]+$": P}, {"minProperties": 1}, {"x": 1}, {"X": 1}),
         ({"^(x|y)$": P}, {"required": ["A"]}, {"x": 1, "A": ""}, {"A": 1, "b": 1}),
         ({"^x": False}, {}, {"b": 1}, {"x": 1}),
         ({"^x": P, "^y": False}, {"properties": {"a": P}}, {"a": 1, "x": 1}, {"z": 1}),
     ):
-        schema = {**OBJECT, "patternProperties": patterns, **more}
+        schema = {**OBJECT, "patternProperties": patterns, **more_keywords}
         for value in (good, bad):
             assert allows(grammars, tokenizer, schema, json.dumps(value)) is (value is good), schema
 
@@ -573,9 +573,9 @@ def test_a_long_name_is_not_copied_for_each_schema_in_it() -> None:
     finally:
         tracemalloc.stop()
     inner["a7"] = {"maximum": "1"}
-    with pytest.raises(ValueError, match=r"maximum \(…x+/properties/a7\) has") as told:
+    with pytest.raises(ValueError, match=r"maximum \(…x+/properties/a7\) has") as error_info:
         prepare(json.dumps(schema))
-    assert len(str(told.value)) < 300
+    assert len(str(error_info.value)) < 300
 
 
 def test_a_schema_deeper_than_the_stack_is_refused(grammars: Grammars) -> None:
@@ -594,8 +594,13 @@ def test_alternatives_that_multiply_are_bounded() -> None:
 
 def test_the_page_lists_what_the_code_does() -> None:
     rows = re.findall(r"^\| (`.*?) \| (.*?) \|$", PAGE.read_text(), re.MULTILINE)
-    said = [word for cell, _ in rows for word in re.findall(r"`(\$?[a-zA-Z]+)`", cell)]
+    documented_keywords = [
+        word for cell, _ in rows for word in re.findall(r"`(\$?[a-zA-Z]+)`", cell)
+    ]
     unknown = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
-    assert {word for word, *_ in KEPT} - {"kind", "x-guidance"} <= {*said, *unknown}
+    assert {word for word, *_ in ENFORCED} - {"kind", "x-guidance"} <= {
+        *documented_keywords,
+        *unknown,
+    }
     formats = re.findall(r"`([a-z0-9-]+)`", next(cell for word, cell in rows if word == "`format`"))
     assert set(FORMATS) <= set(formats)

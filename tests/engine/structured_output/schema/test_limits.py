@@ -49,7 +49,7 @@ def multiplied(count: int) -> Schema:
 
 
 # The keyword, what makes the schema of a size, the largest size that is held, and the next.
-HELD: list[tuple[str, Callable[[int], Schema], int, int]] = [
+ENFORCED_SIZES: list[tuple[str, Callable[[int], Schema], int, int]] = [
     ("minProperties", lambda n: members(n, minProperties=1, maxProperties=n - 1), 6, 7),
     ("minProperties", lambda n: members(n, minProperties=2), 11, 12),
     ("maxProperties", lambda n: members(n, maxProperties=1), 63, 64),
@@ -63,7 +63,7 @@ HELD: list[tuple[str, Callable[[int], Schema], int, int]] = [
     ("pattern", lambda n: {"type": "string", "pattern": rf"^(?=.{{{n}}}$)a*b"}, 92, 93),
 ]
 # What makes a form of a size, the largest that is taken, the next, and the sentence about it.
-TAKEN: list[tuple[Callable[[int], Constraint], int, str]] = [
+COMPILED_SIZES: list[tuple[Callable[[int], Constraint], int, str]] = [
     (
         lambda n: Constraint.json_schema('{"title": "' + "x" * (n - 13) + '"}'),
         MAX_CONSTRAINT,
@@ -95,22 +95,22 @@ def unenforced_keywords(schema: Schema) -> set[str]:
     return {gap for gap in prepared.unenforced_keywords if gap != _REPEATED}
 
 
-@pytest.mark.parametrize(("keyword", "make", "most", "more"), HELD)
+@pytest.mark.parametrize(("keyword", "make", "limit", "excess"), ENFORCED_SIZES)
 def test_a_keyword_is_enforced_up_to_its_limit_and_checked_beyond(
-    keyword: str, make: Callable[[int], Schema], most: int, more: int
+    keyword: str, make: Callable[[int], Schema], limit: int, excess: int
 ) -> None:
-    assert not unenforced_keywords(make(most))
-    assert [gap for gap in unenforced_keywords(make(more)) if keyword in gap], unenforced_keywords(
-        make(more)
+    assert not unenforced_keywords(make(limit))
+    assert [gap for gap in unenforced_keywords(make(excess)) if keyword in gap], (
+        unenforced_keywords(make(excess))
     )
 
 
-@pytest.mark.parametrize(("make", "most", "why"), TAKEN)
+@pytest.mark.parametrize(("make", "limit", "why"), COMPILED_SIZES)
 def test_a_schema_is_compiled_up_to_its_limit_and_refused_beyond(
-    make: Callable[[int], Constraint], most: int, why: str
+    make: Callable[[int], Constraint], limit: int, why: str
 ) -> None:
     tokenizer = byte_tokenizer()
     grammars = Grammars(tokenizer, tokenizer.vocab_size)
-    grammars.matcher(make(most))
+    grammars.matcher(make(limit))
     with pytest.raises(RequestError, match=why):
-        grammars.matcher(make(most + 1))
+        grammars.matcher(make(limit + 1))

@@ -27,12 +27,12 @@ def allows() -> Allows:
     tokenizer = byte_tokenizer()
     grammars = Grammars(tokenizer, tokenizer.vocab_size)
 
-    def found(schema: dict[str, Any], text: str) -> bool:
+    def is_allowed(schema: dict[str, Any], text: str) -> bool:
         matcher = grammars.matcher(Constraint("json_schema", json.dumps(schema)))
         tokens = [*tokenizer.encode(json.dumps(text)), min(tokenizer.eos_ids)]
         return matcher.count_allowed((), tokens) == len(tokens)
 
-    return found
+    return is_allowed
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,8 @@ def test_the_rest_of_a_pattern_matches_each_text_that_the_pattern_matches(allows
         source = _asserting(draw)
         if relax_pattern(source) is None:
             continue
-        known = re.compile(source)
-        accepted = [text for text in texts if known.search(text)]
+        compiled_pattern = re.compile(source)
+        accepted = [text for text in texts if compiled_pattern.search(text)]
         for text in draw.sample(accepted, min(5, len(accepted))):
             assert allows({"type": "string", "pattern": source}, text), (source, text)
             num_accepted += 1
@@ -101,7 +101,9 @@ def _asserting(draw: random.Random, depth: int = 0) -> str:
     atoms += ["(?<![)])"]
     if depth < 3:
         atoms += ["({})", "(?:{}|b)", "(?={})", "(?!{})", "(?:b?{}a)*", "(?:{}.){{1,2}}"]
-    chosen = draw.choices(atoms, k=draw.randint(1, 3))
-    parts = [form.format(_asserting(draw, depth + 1)) if "{}" in form else form for form in chosen]
+    chosen_forms = draw.choices(atoms, k=draw.randint(1, 3))
+    parts = [
+        form.format(_asserting(draw, depth + 1)) if "{}" in form else form for form in chosen_forms
+    ]
     text = "".join(parts)
     return text if depth else draw.choice(("", "^")) + text + draw.choice(("", "$"))

@@ -37,25 +37,29 @@ ATOMS: list[dict[str, Any]] = [
 ]
 
 
-def made(draw: random.Random, depth: int) -> dict[str, Any]:
+def random_schema(draw: random.Random, depth: int) -> dict[str, Any]:
     """Return a random JSON schema: a combination of `ATOMS`, nested to a depth."""
     if not depth:
         return draw.choice(ATOMS)
-    one, other = made(draw, depth - 1), made(draw, depth - 1)
+    first_schema, other = random_schema(draw, depth - 1), random_schema(draw, depth - 1)
     match draw.randrange(7):
         case 0:
-            return {"allOf": [one, other]}
+            return {"allOf": [first_schema, other]}
         case 1:
-            return {"anyOf": [one, other]}
+            return {"anyOf": [first_schema, other]}
         case 2:
-            return {"oneOf": [one, other]}
+            return {"oneOf": [first_schema, other]}
         case 3:
-            return {"not": one, **other}
+            return {"not": first_schema, **other}
         case 4:
-            return {"if": one, "then": other, "else": made(draw, depth - 1)}
+            return {"if": first_schema, "then": other, "else": random_schema(draw, depth - 1)}
         case 5:
-            return {"type": "object", "properties": {"a": one, "c": other}, "required": ["c"]}
-    return {**one, **other}
+            return {
+                "type": "object",
+                "properties": {"a": first_schema, "c": other},
+                "required": ["c"],
+            }
+    return {**first_schema, **other}
 
 
 def walk(grammars: Grammars, tokenizer: Tokenizer, schema: str, draw: random.Random) -> str | None:
@@ -79,7 +83,7 @@ def test_answers_of_a_grammar_without_gaps_are_valid(rounds: int) -> None:
     grammars = Grammars(tokenizer, tokenizer.vocab_size)
     num_judged = 0
     for number in range(rounds * 60):
-        schema = made(draw, 1 + number % 3)
+        schema = random_schema(draw, 1 + number % 3)
         constraint = Constraint("json_schema", json.dumps(schema))
         try:
             unenforced_keywords = set(grammars.compile(constraint).unenforced_keywords)

@@ -96,15 +96,15 @@ def test_stream_is_right_byte_by_byte(server: LiveServer) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_reasons_of_the_end_are_anthropics(server: LiveServer, stream: bool) -> None:
     fields: Fields = {"max_tokens": 30, "stream": stream, **CONST}
-    assert _told(send_request(server, **fields)) == ('"hello"', "end_turn", None)
+    assert _answer_end(send_request(server, **fields)) == ('"hello"', "end_turn", None)
     stopped = send_request(server, stop_sequences=["zz", "llo"], **fields)
-    assert _told(stopped) == ('"he', "stop_sequence", "llo")
-    assert _told(send_request(server, **fields | {"max_tokens": 1}))[1] == "max_tokens"
+    assert _answer_end(stopped) == ('"he', "stop_sequence", "llo")
+    assert _answer_end(send_request(server, **fields | {"max_tokens": 1}))[1] == "max_tokens"
 
 
 def test_blocks_and_system_reach_the_template(server: LiveServer) -> None:
     blocks = [{"type": "text", "text": "the "}, {"type": "text", "text": "world", "citations": []}]
-    said = [
+    messages = [
         {"role": "user", "content": blocks},
         {"role": "assistant", "content": [{"type": "text", "text": "b"}]},
         {"role": "user", "content": "c"},
@@ -117,9 +117,9 @@ def test_blocks_and_system_reach_the_template(server: LiveServer) -> None:
     ]
     expected = server.chat(messages=openai, max_tokens=1).json()["usage"]["prompt_tokens"]
     for system in ("a\nd", [{"type": "text", "text": "a"}, {"type": "text", "text": "d"}]):
-        body = server.http.post(COUNT, json={"messages": said, "system": system}).json()
+        body = server.http.post(COUNT, json={"messages": messages, "system": system}).json()
         assert body == {"input_tokens": expected}
-    leading = [{"role": "system", "content": [{"type": "text", "text": "d"}]}, *said]
+    leading = [{"role": "system", "content": [{"type": "text", "text": "d"}]}, *messages]
     openai[:1] = [{"role": "system", "content": "a"}, {"role": "system", "content": "d"}]
     expected = server.chat(messages=openai, max_tokens=1).json()["usage"]["prompt_tokens"]
     body = server.http.post(COUNT, json={"messages": leading, "system": "a"}).json()
@@ -131,16 +131,16 @@ def test_blocks_and_system_reach_the_template(server: LiveServer) -> None:
 
 def test_count_agrees_with_usage_cached_or_not(server: LiveServer) -> None:
     messages = [{"role": "user", "content": "is the world in the world " * 6}]
-    counted = server.http.post(COUNT, json={"messages": messages}).json()["input_tokens"]
+    num_counted = server.http.post(COUNT, json={"messages": messages}).json()["input_tokens"]
     for is_cached in (False, True):
         usage = send_request(server, messages=messages).json()["usage"]
         assert (usage["cache_read_input_tokens"] > 0) is is_cached
-        assert usage["input_tokens"] + usage["cache_read_input_tokens"] == counted
+        assert usage["input_tokens"] + usage["cache_read_input_tokens"] == num_counted
 
 
 def test_last_message_of_the_assistant_is_continued(server: LiveServer) -> None:
-    whole = text_of(send_request(server, max_tokens=6))
-    start, rest = whole[:1], whole[1:]
+    whole_text = text_of(send_request(server, max_tokens=6))
+    start, rest = whole_text[:1], whole_text[1:]
     assert start.isascii()
     ids = server.http.post("/tokenize", json={"messages": HELLO}).json()["tokens"]
     ids += server.http.post("/tokenize", json={"prompt": start}).json()["tokens"]
@@ -153,7 +153,7 @@ def test_last_message_of_the_assistant_is_continued(server: LiveServer) -> None:
     empty = send_request(
         server, messages=[*HELLO, {"role": "assistant", "content": ""}], max_tokens=6
     )
-    assert text_of(empty) == whole
+    assert text_of(empty) == whole_text
 
 
 def test_harmless_fields_are_accepted(server: LiveServer) -> None:
@@ -367,7 +367,7 @@ def refused(response: httpx.Response, status: int, kind: str) -> str:
     return message
 
 
-def _told(response: httpx.Response) -> tuple[str, str, str | None]:
+def _answer_end(response: httpx.Response) -> tuple[str, str, str | None]:
     """Return the text, the stop reason and the stop sequence of a response."""
     if response.headers["content-type"] == "application/json":
         body = response.json()
@@ -389,8 +389,8 @@ def test_cache_control_does_not_change_the_answer(server: LiveServer) -> None:
         "tools": [],
         **mark,
     }
-    said = [
+    answers = [
         send_request(server, max_tokens=3, temperature=0, **fields).json()["content"]
         for fields in (plain, marked)
     ]
-    assert said[0] == said[1]
+    assert answers[0] == answers[1]

@@ -102,24 +102,24 @@ def test_several_calls_are_blocks_one_behind_the_other(server: LiveServer) -> No
     for seed_text in ("a", "b", "c", "d"):
         messages = [{"role": "user", "content": seed_text}]
         fields = {"tools": [TOOL, other], "tool_choice": many, "messages": messages}
-        whole = send_request(server, max_tokens=200, **fields).json()
+        whole_answer = send_request(server, max_tokens=200, **fields).json()
         result = _events(send_request(server, max_tokens=200, stream=True, **fields))
         starts = [event for event in result if event["type"] == "content_block_start"]
         assert [event["index"] for event in starts] == list(range(len(starts)))
         stops = [event["index"] for event in result if event["type"] == "content_block_stop"]
         assert stops == list(range(len(starts)))
         names = [event["content_block"]["name"] for event in starts]
-        calls = [block for block in whole["content"] if block["type"] == "tool_use"]
+        calls = [block for block in whole_answer["content"] if block["type"] == "tool_use"]
         assert [call["name"] for call in calls] == names[: len(calls)]
-        assert result[-2]["delta"]["stop_reason"] == whole["stop_reason"]
+        assert result[-2]["delta"]["stop_reason"] == whole_answer["stop_reason"]
 
 
 def test_text_with_tools_is_text(server: LiveServer) -> None:
-    whole = send_request(server, tools=[TOOL], max_tokens=5).json()
+    whole_answer = send_request(server, tools=[TOOL], max_tokens=5).json()
     result = _events(send_request(server, tools=[TOOL], max_tokens=5, stream=True))
     text = "".join(e["delta"]["text"] for e in result if e["type"] == "content_block_delta")
-    assert whole["content"] == [{"type": "text", "text": text}]
-    assert whole["stop_reason"] == "max_tokens"
+    assert whole_answer["content"] == [{"type": "text", "text": text}]
+    assert whole_answer["stop_reason"] == "max_tokens"
     assert result[-3] == {"type": "content_block_stop", "index": 0}
 
 

@@ -30,8 +30,8 @@ def test_models_come_in_pages_of_anthropics_form(tmp_path: Path) -> None:
         assert listed(limit=2, after_id="b") == ("c", False)
         assert listed(limit=1, before_id="c") == ("b", True)
         assert listed(after_id="c") == ("", False)
-        one = server.http.get("/v1/models/b", headers=HEADERS).json()
-        assert one == {
+        single_model = server.http.get("/v1/models/b", headers=HEADERS).json()
+        assert single_model == {
             "type": "model",
             "id": "b",
             "display_name": "b",

@@ -23,7 +23,7 @@ PATH = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"
 HELLO = [{"role": "user", "content": "hello"}]
 THOUGHT = "Well.\n\nSo"
-SAID = f"<think>\n{THOUGHT}\n</think>\n\nIt is."
+THOUGHT_ANSWER = f"<think>\n{THOUGHT}\n</think>\n\nIt is."
 TOOL = {"name": "f", "input_schema": {"type": "object", "properties": {"a": {"const": 1}}}}
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
@@ -63,7 +63,7 @@ def streamed(server: LiveServer, **fields: Any) -> list[Fields]:
 
 
 def test_reasoning_is_a_block_of_its_own(server: LiveServer) -> None:
-    say(server, SAID)
+    say(server, THOUGHT_ANSWER)
     for thinking in (None, {"type": "enabled", "budget_tokens": 100}, {"type": "adaptive"}):
         body = send_request(server, thinking=thinking).json()
         thought, text = body["content"]
@@ -76,7 +76,7 @@ def test_reasoning_is_a_block_of_its_own(server: LiveServer) -> None:
 
 
 def test_reasoning_that_is_cut_is_all_there_is(server: LiveServer) -> None:
-    say(server, SAID)
+    say(server, THOUGHT_ANSWER)
     body = send_request(server, max_tokens=12).json()
     assert body["stop_reason"] == "max_tokens"
     [thought] = body["content"]
@@ -96,7 +96,7 @@ def test_reasoning_can_be_switched_off(server: LiveServer) -> None:
 
 
 def test_stop_sequences_do_not_end_the_reasoning(server: LiveServer) -> None:
-    say(server, SAID)
+    say(server, THOUGHT_ANSWER)
     body = send_request(server, stop_sequences=["S", " is"]).json()
     assert [block.get("text") for block in body["content"]] == [None, "It"]
     assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", " is")
@@ -122,8 +122,8 @@ def test_earlier_reasoning_reaches_the_template(server: LiveServer) -> None:
     def count(*blocks: Fields) -> int:
         text = {"type": "text", "text": "b"}
         answer = {"role": "assistant", "content": [*blocks, text]}
-        said = {"messages": [*HELLO, answer, *HELLO]}
-        body: int = server.http.post(COUNT, json=said).json()["input_tokens"]
+        request = {"messages": [*HELLO, answer, *HELLO]}
+        body: int = server.http.post(COUNT, json=request).json()["input_tokens"]
         return body
 
     plain = count()
@@ -171,7 +171,7 @@ def test_models_that_do_not_reason_say_so(tmp_path: Any) -> None:
 def test_reasoning_is_omitted_where_the_request_says_so(server: LiveServer, kind: str) -> None:
     budget = {"budget_tokens": 100} if kind == "enabled" else {}
     thinking = {"type": kind, "display": "omitted", **budget}
-    say(server, SAID)
+    say(server, THOUGHT_ANSWER)
     expected = send_request(server, thinking=thinking | {"display": "summarized"}).json()["content"]
     assert expected[0]["thinking"]
     sent = send_request(server, thinking=thinking).json()["content"]

@@ -26,10 +26,10 @@ def post(server: LiveServer, path: str, *messages: Any, **fields: Any) -> Any:
 @pytest.mark.parametrize("content", ["the world", [{"type": "text", "text": "the world"}]])
 def test_a_last_answer_is_continued(server: LiveServer, content: Any) -> None:
     last = BEGUN | {"content": content}
-    asked = post(server, f"/v1{PATH}", USER, last, continue_final_message=True)
+    continued = post(server, f"/v1{PATH}", USER, last, continue_final_message=True)
     result = post(server, PATH, USER, last)
-    assert result["choices"] == asked["choices"]
-    assert result["usage"]["prompt_tokens"] == asked["usage"]["prompt_tokens"]
+    assert result["choices"] == continued["choices"]
+    assert result["usage"]["prompt_tokens"] == continued["usage"]["prompt_tokens"]
 
 
 def test_a_last_answer_is_not_continued_where_the_request_says_so(server: LiveServer) -> None:
@@ -64,20 +64,22 @@ def test_verbose_answers_show_the_prompt_and_the_raw_answer(server: LiveServer) 
         "/v1/completions": {"prompt": "a"},
     }
     for path, body in bodies.items():
-        whole = server.http.post(path, json=body | SHORT | {"verbose": True}).json()
-        shown = whole["__verbose"]
+        verbose_answer = server.http.post(path, json=body | SHORT | {"verbose": True}).json()
+        verbose_fields = verbose_answer["__verbose"]
         prompt = "a"
         if "messages" in body:
             prompt = server.http.post("/apply-template", json=body).json()["prompt"]
-        assert shown["prompt"] == prompt
-        assert (shown["tokens_predicted"], shown["stop_type"]) == (4, "limit")
-        assert shown["content"] == tokenizer.decode(shown["tokens"], skip_special=False)
-        assert shown["generation_settings"]["n_predict"] == 4
+        assert verbose_fields["prompt"] == prompt
+        assert (verbose_fields["tokens_predicted"], verbose_fields["stop_type"]) == (4, "limit")
+        assert verbose_fields["content"] == tokenizer.decode(
+            verbose_fields["tokens"], skip_special=False
+        )
+        assert verbose_fields["generation_settings"]["n_predict"] == 4
         options = SHORT | {"verbose": True, "stream": True}
         *chunks, _ = events(server.http.post(path, json=body | options).text)
         *others, last = [chunk.get("__verbose") for chunk in chunks]
         assert not any(others)
-        assert (last["prompt"], last["content"]) == (prompt, shown["content"])
+        assert (last["prompt"], last["content"]) == (prompt, verbose_fields["content"])
         plain = server.http.post(path, json=body | SHORT).json()
         assert "__verbose" not in plain
-        assert plain["choices"] == whole["choices"]
+        assert plain["choices"] == verbose_answer["choices"]

@@ -73,25 +73,27 @@ def test_answer_has_the_facts_of_llama_servers(server: LiveServer, path: str) ->
 
 
 def test_stream_says_the_same_in_pieces(server: LiveServer) -> None:
-    whole = post(server, **GREEDY, return_tokens=True, n_probs=2)
+    whole_answer = post(server, **GREEDY, return_tokens=True, n_probs=2)
     fields = {**GREEDY, "stream": True, "return_tokens": True, "n_probs": 2}
-    more = {"timings_per_token": True, "return_progress": True}
-    first, second, *middle, last = chunks(server.http.post("/completion", json=fields | more))
+    progress_fields = {"timings_per_token": True, "return_progress": True}
+    first, second, *middle, last = chunks(
+        server.http.post("/completion", json=fields | progress_fields)
+    )
     for chunk, num_read in ((first, 0), (second, 1)):
         assert chunk["content"] == ""
-        known = {"total": 1, "cache": 0, "processed": num_read}
-        assert chunk["prompt_progress"].items() >= known.items()
-    assert "".join(chunk["content"] for chunk in middle) == whole["content"]
-    assert [token for chunk in middle for token in chunk["tokens"]] == whole["tokens"]
+        expected_progress = {"total": 1, "cache": 0, "processed": num_read}
+        assert chunk["prompt_progress"].items() >= expected_progress.items()
+    assert "".join(chunk["content"] for chunk in middle) == whole_answer["content"]
+    assert [token for chunk in middle for token in chunk["tokens"]] == whole_answer["tokens"]
     scored = [token for chunk in middle for token in chunk.get("completion_probabilities", [])]
-    assert scored == whole["completion_probabilities"]
+    assert scored == whole_answer["completion_probabilities"]
     assert middle[-1]["tokens_predicted"] == 6
     assert not any(chunk["stop"] for chunk in middle)
     assert all(chunk["timings"]["prompt_n"] == 1 for chunk in middle)
     assert (last["content"], last["tokens"], last["stop"]) == ("", [], True)
     changing = {"content", "tokens", "timings", "generation_settings", "completion_probabilities"}
     assert {k: v for k, v in last.items() if k not in changing} == {
-        k: v for k, v in whole.items() if k not in changing
+        k: v for k, v in whole_answer.items() if k not in changing
     }
 
 
@@ -144,14 +146,14 @@ def test_special_tokens_may_be_written(server: LiveServer) -> None:
 def test_samplers_that_are_not_listed_are_off(server: LiveServer) -> None:
     fields = {"top_k": 3, "top_p": 0.5, "min_p": 0.1, "temperature": 0.3, "repeat_penalty": 1.3}
     off = {"top_k": 0, "top_p": 1, "min_p": 0, "temperature": 1, "repeat_penalty": 1}
-    for samplers, kept in (
+    for samplers, active_samplers in (
         (["top_k", "infill", "temperature"], {"top_k", "temperature"}),
         ("kt", {"top_k", "temperature"}),
         ("edkypmxt", fields.keys()),
         ([], set[str]()),
     ):
         body = post(server, prompt="hello", n_predict=1, samplers=samplers, **fields)
-        expected = off | {name: fields[name] for name in kept}
+        expected = off | {name: fields[name] for name in active_samplers}
         assert body["generation_settings"].items() >= expected.items()
 
 
@@ -206,8 +208,8 @@ def test_nothing_to_predict_only_reads_the_prompt(server: LiveServer, stream: bo
     [body] = chunks(response) if stream else [response.json()]
     assert (body["content"], body["tokens"], body["tokens_predicted"]) == ("", [], 0)
     assert (body["stop_type"], body["truncated"]) == ("limit", False)
-    again = post(server, **fields | {"n_predict": 1, "stream": False})
-    assert again["timings"]["cache_n"] > 0
+    repeated = post(server, **fields | {"n_predict": 1, "stream": False})
+    assert repeated["timings"]["cache_n"] > 0
 
 
 def test_ids_that_are_none_are_refused(server: LiveServer) -> None:
@@ -288,14 +290,14 @@ def test_other_samplers_are_off_and_named(server: LiveServer, strict: LiveServer
 
 def test_streams_with_probabilities_have_one_token_each(server: LiveServer) -> None:
     fields = {**GREEDY, "n_predict": 24, "n_probs": 2}
-    whole = post(server, **fields, return_tokens=True)
+    whole_answer = post(server, **fields, return_tokens=True)
     *parts, last = chunks(server.http.post("/completion", json=fields | {"stream": True}))
     assert last["stop"]
     assert [len(part["completion_probabilities"]) for part in parts] == [1] * 24
-    assert [part["tokens"] for part in parts] == [[token] for token in whole["tokens"]]
+    assert [part["tokens"] for part in parts] == [[token] for token in whole_answer["tokens"]]
     scored = [part["completion_probabilities"][0] for part in parts]
-    assert scored == whole["completion_probabilities"]
-    assert "".join(part["content"] for part in parts) == whole["content"]
+    assert scored == whole_answer["completion_probabilities"]
+    assert "".join(part["content"] for part in parts) == whole_answer["content"]
 
 
 def test_probabilities_after_sampling_match_the_sampler(server: LiveServer) -> None:
@@ -310,10 +312,10 @@ def test_probabilities_after_sampling_match_the_sampler(server: LiveServer) -> N
         assert [other["prob"] for other in completion_probability["top_probs"]] == [1.0, 0.0, 0.0]
         assert not {"logprob", "top_logprobs"} & completion_probability.keys()
     drawing = {"temperature": 1.5, "top_k": 8, "top_p": 0.9, "min_p": 0.01, "seed": 5}
-    drawn = post(server, **fields, **drawing, n_probs=8)
+    sampled = post(server, **fields, **drawing, n_probs=8)
     raw = post(server, **(fields | {"post_sampling_probs": False}), **drawing, n_probs=8)
     for completion_probability, before in zip(
-        drawn["completion_probabilities"], raw["completion_probabilities"], strict=True
+        sampled["completion_probabilities"], raw["completion_probabilities"], strict=True
     ):
         probabilities = [other["prob"] for other in completion_probability["top_probs"]]
         assert sum(probabilities) == pytest.approx(1)
@@ -333,8 +335,10 @@ def test_probabilities_after_sampling_match_the_sampler(server: LiveServer) -> N
 def test_probabilities_that_need_more_tokens_are_refused(
     server: LiveServer, fields: Fields
 ) -> None:
-    more = {"temperature": 1, "top_k": 4, "n_probs": 2, "post_sampling_probs": True}
-    assert "needs temperature 0, or top_k" in refused(server, **(more | fields))["message"]
+    sampled_fields = {"temperature": 1, "top_k": 4, "n_probs": 2, "post_sampling_probs": True}
+    assert (
+        "needs temperature 0, or top_k" in refused(server, **(sampled_fields | fields))["message"]
+    )
 
 
 def test_errors_have_llama_servers_form(server: LiveServer) -> None:
@@ -400,14 +404,16 @@ def test_progress_of_a_long_prompt_is_shown_step_by_step(tmp_path: Path) -> None
             response = server.http.post(path, json=body | fields)
             lines = [line for line in response.text.splitlines() if line.startswith("data: {")]
             results = [json.loads(line.removeprefix("data: ")) for line in lines]
-            shown = [result["prompt_progress"] for result in results if "prompt_progress" in result]
-            counts = [progress["processed"] for progress in shown]
+            progress_parts = [
+                result["prompt_progress"] for result in results if "prompt_progress" in result
+            ]
+            counts = [progress["processed"] for progress in progress_parts]
             assert len(counts) > 2, path
             assert counts == sorted(set(counts))
-            assert counts[0] == shown[0]["cache"]
-            assert counts[-1] == shown[-1]["total"]
-        again = server.http.post("/completion", json=bodies["/completion"] | fields)
-        first, *_ = chunks(again)
+            assert counts[0] == progress_parts[0]["cache"]
+            assert counts[-1] == progress_parts[-1]["total"]
+        repeated = server.http.post("/completion", json=bodies["/completion"] | fields)
+        first, *_ = chunks(repeated)
         assert first["prompt_progress"]["cache"] > 0
         plain = post(server, prompt=text, n_predict=2, temperature=0, return_progress=True)
         assert plain["tokens_predicted"] == 2

@@ -49,14 +49,14 @@ def ids(server: LiveServer, prefix: str, suffix: str) -> list[int]:
     return [marks.prefix, *before, marks.suffix, *after, marks.middle]
 
 
-def shown(server: LiveServer, tokens: list[int]) -> str:
+def text_of_tokens(server: LiveServer, tokens: list[int]) -> str:
     return server.client.card.tokenizer.decode(tokens, skip_special=False)
 
 
 def test_prompt_is_prefix_line_and_suffix(server: LiveServer) -> None:
-    assert fill(server)["prompt"] == shown(server, ids(server, "hello", " world"))
+    assert fill(server)["prompt"] == text_of_tokens(server, ids(server, "hello", " world"))
     body = fill(server, prompt=" the", **PLUGIN)
-    assert body["prompt"] == shown(server, ids(server, "hello the", " world"))
+    assert body["prompt"] == text_of_tokens(server, ids(server, "hello the", " world"))
     assert body["generation_settings"]["samplers"] == ["top_k", "top_p"]
 
 
@@ -75,16 +75,16 @@ def test_other_files_come_first_each_after_its_name(server: LiveServer) -> None:
         {"text": "of the", "time": 3.5},
     ]
     result = fill(server, input_extra=files)["prompt"]
-    mark = shown(server, [marks.file])
+    mark = text_of_tokens(server, [marks.file])
     before = f"{mark}a.h\nto be{mark}tmp\nof the{mark}filename\n"
-    assert result == before + shown(server, ids(server, "hello", " world"))
+    assert result == before + text_of_tokens(server, ids(server, "hello", " world"))
 
 
 def test_the_file_mark_in_a_text_stays_text(server: LiveServer) -> None:
     marks = server.client.card.tokenizer.infill
     assert marks is not None
     assert marks.file is not None
-    text = shown(server, [marks.file])
+    text = text_of_tokens(server, [marks.file])
     result = fill(server, input_extra=[{"text": text}], return_tokens=True)
     count = len(server.client.card.tokenizer.encode(text))
     assert result["tokens_evaluated"] > count
@@ -101,16 +101,22 @@ def test_text_beyond_the_context_is_cut(server: LiveServer) -> None:
     assert len(prefix) > 2 * len(suffix)
     assert "old" not in cut["prompt"]
     files = [{"filename": f"f{n}", "text": "x " * 60} for n in range(20)]
-    kept = fill(server, input_extra=files)["prompt"]
-    assert "f19\n" in kept
-    assert "f0\n" not in kept
+    prompt = fill(server, input_extra=files)["prompt"]
+    assert "f19\n" in prompt
+    assert "f0\n" not in prompt
     assert fill(server, input_prefix=long, n_predict=-1)["tokens_evaluated"] <= size * 3 // 4
 
 
 def test_files_can_be_read_ahead(server: LiveServer) -> None:
     files = [{"filename": "a", "text": "to be of the " * 10, "time": 1}]
-    ahead = {"input_prefix": "", "input_suffix": "", "prompt": "", "n_predict": 0, "samplers": []}
-    assert fill(server, input_extra=files, **ahead, response_fields=[""]) == {}
+    read_ahead = {
+        "input_prefix": "",
+        "input_suffix": "",
+        "prompt": "",
+        "n_predict": 0,
+        "samplers": [],
+    }
+    assert fill(server, input_extra=files, **read_ahead, response_fields=[""]) == {}
     assert fill(server, input_extra=files)["timings"]["cache_n"] > 0
 
 

@@ -58,10 +58,10 @@ def test_slots_show_running_requests_without_their_text(server: LiveServer) -> N
 
 
 def test_a_running_request_keeps_its_slot() -> None:
-    places = _SlotAssignment()
+    slots = _SlotAssignment()
     a, b, c = (SimpleNamespace(id=id_) for id_ in "abc")
-    assert places.of([a, b]) == [(0, 0), (1, 1)]  # type: ignore[list-item]
-    assert places.of([c, b]) == [(0, 2), (1, 1)]  # type: ignore[list-item]
+    assert slots.of([a, b]) == [(0, 0), (1, 1)]  # type: ignore[list-item]
+    assert slots.of([c, b]) == [(0, 2), (1, 1)]  # type: ignore[list-item]
 
 
 def test_slots_are_shown_where_the_dashboard_is(tmp_path: Path) -> None:

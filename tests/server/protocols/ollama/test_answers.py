@@ -126,9 +126,9 @@ def test_format_is_kept_to(server: LiveServer) -> None:
     server.backend.script = ()
     schema = {"type": "object", "properties": {"a": {"enum": ["b"]}}, "required": ["a"]}
     schema["additionalProperties"] = False
-    for path, place in (("chat", "message"), ("generate", "response")):
+    for path, field in (("chat", "message"), ("generate", "response")):
         body = send_request(server, path, stream=False, think=False, format=schema).json()
-        text = body[place]["content"] if place == "message" else body[place]
+        text = body[field]["content"] if field == "message" else body[field]
         assert json.loads(text) == {"a": "b"}
     any_object = read_generate(OllamaGenerateRequest(prompt="a", format="json"), NOBODY)
     assert any_object.params.constraint is not None
@@ -141,11 +141,13 @@ def test_logprobs_come_with_their_pieces(server: LiveServer) -> None:
     server.backend.script = ()
     fields: Fields = {"options": {"num_predict": 3, "temperature": 0}, "think": False}
     fields |= {"logprobs": True, "top_logprobs": 2}
-    whole = send_request(server, stream=False, **fields).json()["logprobs"]
-    assert [set(token) for token in whole] == [{"token", "logprob", "bytes", "top_logprobs"}] * 3
-    assert all(len(token["top_logprobs"]) == 2 for token in whole)
+    whole_logprobs = send_request(server, stream=False, **fields).json()["logprobs"]
+    assert [set(token) for token in whole_logprobs] == [
+        {"token", "logprob", "bytes", "top_logprobs"}
+    ] * 3
+    assert all(len(token["top_logprobs"]) == 2 for token in whole_logprobs)
     chunks = lines(send_request(server, **fields))
-    assert [token for line in chunks for token in line.get("logprobs", [])] == whole
+    assert [token for line in chunks for token in line.get("logprobs", [])] == whole_logprobs
 
 
 def test_options_become_the_engines(server: LiveServer) -> None:
@@ -153,12 +155,12 @@ def test_options_become_the_engines(server: LiveServer) -> None:
     params = read_generate(OllamaGenerateRequest(prompt="a", options=options), NOBODY).params
     assert (params.max_tokens, params.top_k, params.repetition_penalty) == (7, 0, 1.1)
     assert (params.seed, params.stop) == (None, ("x",))
-    for options, said in (
+    for options, message_start in (
         ({"temperature": -1}, "options.temperature must be from 0 to 100, got -1."),
         ({"repeat_penalty": -1}, "options.repeat_penalty must be greater than 0"),
     ):
         body = send_request(server, options=options).json()
-        assert body["error"].startswith(said)
+        assert body["error"].startswith(message_start)
 
 
 def test_a_request_without_content_finds_the_model_loaded(server: LiveServer) -> None:
@@ -206,8 +208,8 @@ def test_last_assistant_message_is_continued(server: LiveServer) -> None:
 def test_long_conversation_loses_its_oldest_exchanges(server: LiveServer) -> None:
     say(server, "It is.")
     long = [{"role": "user", "content": 3000 * "a"}, {"role": "assistant", "content": "b"}]
-    whole = message(server, messages=[*long, *long, *HELLO])
-    assert whole["content"] == "It is."
+    whole_conversation = message(server, messages=[*long, *long, *HELLO])
+    assert whole_conversation["content"] == "It is."
     response = send_request(server, messages=[*long, *long, *HELLO], truncate=False)
     assert response.status_code == 400
     assert "maximum context length is 4096 tokens" in response.json()["error"]

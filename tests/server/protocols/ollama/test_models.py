@@ -55,12 +55,12 @@ def test_vectors_have_length_1_and_come_in_order(server: LiveServer) -> None:
     several = embed(server, input=["hello", "the world"])
     assert several["prompt_eval_count"] > 2
     assert several["total_duration"] > 0
-    one = embed(server, input="the world")["embeddings"]
-    assert several["embeddings"][1:] == one
-    assert math.isclose(math.hypot(*one[0]), 1, abs_tol=1e-5)
+    single_vectors = embed(server, input="the world")["embeddings"]
+    assert several["embeddings"][1:] == single_vectors
+    assert math.isclose(math.hypot(*single_vectors[0]), 1, abs_tol=1e-5)
     assert len(embed(server, input="hello", dimensions=4)["embeddings"][0]) == 4
     old = server.http.post("/api/embeddings", json={"prompt": "the world"}).json()
-    assert [old["embedding"]] == one
+    assert [old["embedding"]] == single_vectors
 
 
 def test_without_texts_there_are_no_vectors(server: LiveServer) -> None:

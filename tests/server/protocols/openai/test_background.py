@@ -50,7 +50,7 @@ def read(server: LiveServer, id_: str) -> Fields:
     return body
 
 
-def ended(server: LiveServer, id_: str) -> Fields:
+def finished_response(server: LiveServer, id_: str) -> Fields:
     wait_for(lambda: read(server, id_)["status"] not in {"queued", "in_progress"})
     return read(server, id_)
 
@@ -69,7 +69,7 @@ def test_response_is_returned_at_once_and_computed_later(gated: LiveServer) -> N
     assert (queued["status"], queued["background"], queued["output"]) == ("queued", True, [])
     assert read(gated, queued["id"])["status"] == "queued"
     gated.backend.gate.set()
-    result = ended(gated, queued["id"])
+    result = finished_response(gated, queued["id"])
     body = gated.http.post(
         PATH, json={"input": "hello", "max_output_tokens": 8, "temperature": 0}
     ).json()
@@ -93,7 +93,7 @@ def test_events_can_be_followed_from_any_number_and_again_at_the_end(gated: Live
 
 def test_client_that_has_all_events_gets_no_more(server: LiveServer) -> None:
     id_ = send_request(server)["id"]
-    ended(server, id_)
+    finished_response(server, id_)
     run = server.api._background.find(id_)
     assert run is not None
     wait_for(lambda: run.is_over)
@@ -109,7 +109,7 @@ def test_client_that_leaves_its_stream_comes_back_for_the_rest(gated: LiveServer
         begun = next(response.iter_text())
     id_ = begun.split('"id":"')[1].split('"')[0]
     gated.backend.gate.set()
-    assert ended(gated, id_)["status"] == "incomplete"
+    assert finished_response(gated, id_)["status"] == "incomplete"
     events = events_from(gated, id_, after=1)
     assert kinds_of(events)[0] == "in_progress"
     assert kinds_of(events)[-1] == "incomplete"
@@ -148,7 +148,7 @@ def test_response_joins_its_conversation_when_it_has_ended(gated: LiveServer) ->
     early = gated.http.post(PATH, json={"input": "a", "previous_response_id": id_})
     assert early.json()["error"]["param"] == "previous_response_id"
     gated.backend.gate.set()
-    ended(gated, id_)
+    finished_response(gated, id_)
     assert len(gated.http.get(items).json()["data"]) == 2
     body = {"input": "a", "previous_response_id": id_, "max_output_tokens": 1}
     assert gated.http.post(PATH, json=body).status_code == 200
@@ -158,12 +158,12 @@ def test_response_that_is_too_large_with_its_conversation_is_stored_alone(
     gated: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gated.backend.gate.set()
-    first = ended(gated, send_request(gated)["id"])
+    first = finished_response(gated, send_request(gated)["id"])
     gated.backend.gate.clear()
     second = send_request(gated, previous_response_id=first["id"])
     monkeypatch.setattr(store, "MAX_CONVERSATION_ITEMS", 3)  # there are four with the answer
     gated.backend.gate.set()
-    result = ended(gated, second["id"])
+    result = finished_response(gated, second["id"])
     assert result["status"] == "incomplete"
     assert result["store"] is False
     assert result["output"][0]["content"][0]["text"]
@@ -175,7 +175,7 @@ def test_response_that_is_too_large_with_its_conversation_is_stored_alone(
 
 def test_responses_that_have_ended_do_not_hold_their_prompts(server: LiveServer) -> None:
     id_ = send_request(server)["id"]
-    ended(server, id_)
+    finished_response(server, id_)
     run = server.api._background.find(id_)
     assert run is not None
     wait_for(lambda: run.is_over)
@@ -258,7 +258,7 @@ def test_background_survives_a_restart_and_belongs_to_its_key(tmp_path: Path) ->
     with closing(Records(tmp_path / "records")) as records:
         with live_server(tmp_path, options, records=records) as server:
             server.http.headers.update(anna)
-            done = ended(server, send_request(server)["id"])
+            done = finished_response(server, send_request(server)["id"])
             server.backend.gate.clear()
             cut = send_request(server)["id"]
             for path in (f"{PATH}/{cut}", f"{PATH}/{cut}?stream=true"):

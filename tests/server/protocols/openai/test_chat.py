@@ -86,9 +86,9 @@ def test_each_chunk_has_the_usage_so_far_on_request(
     server: LiveServer, hello: Fields, path: str
 ) -> None:
     prompt = {"prompt": "hello"} if path == "/v1/completions" else chat_body()
-    counted = {"include_usage": True, "continuous_usage_stats": True}
+    usage_options = {"include_usage": True, "continuous_usage_stats": True}
     body = {**prompt, **hello, "max_tokens": 3, "n": 2, "stream": True}
-    response = server.http.post(path, json={**body, "stream_options": counted})
+    response = server.http.post(path, json={**body, "stream_options": usage_options})
     assert "twostroke-ignored" not in response.headers
     *chunks, last, done = events(response.text)
     assert done == "[DONE]"
@@ -161,7 +161,7 @@ def test_top_p_of_0_takes_the_likeliest_token_in_every_protocol(
     for fields in (NUCLEUS[path], NUCLEUS[path], _greedy(NUCLEUS[path])):
         response = server.http.post(path, json={**prompt, **fields})
         assert response.status_code == 200, response.text
-        texts.add(_said(response.json()))
+        texts.add(_message_text(response.json()))
     assert len(texts) == 1
 
 
@@ -171,7 +171,7 @@ def _greedy(fields: Fields) -> Fields:
     return {**fields, "top_p": 1, "temperature": 0}
 
 
-def _said(body: Fields) -> str:
+def _message_text(body: Fields) -> str:
     """Return the text of a response of any protocol."""
     for key in ("response", "content"):
         if isinstance(body.get(key), str):
@@ -275,17 +275,17 @@ def test_second_request_reports_the_cached_prompt(server: LiveServer, hello: Fie
 
 def test_n_choices_stream_apart_and_equal_the_whole(server: LiveServer) -> None:
     fields: Fields = {"max_tokens": 12, "n": 3, "seed": 7, "temperature": 1.5}
-    whole = server.chat(**fields).json()["choices"]
+    whole_choices = server.chat(**fields).json()["choices"]
     chunks = events(server.chat(stream=True, **fields).text)[:-1]
-    for choice in whole:
+    for choice in whole_choices:
         mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == choice["index"]]
         assert mine[0]["delta"] == {"role": "assistant", "content": "", "refusal": None}
         assert mine[-1]["delta"] == {}
         assert mine[-1]["finish_reason"] == choice["finish_reason"]
         text = "".join(part["delta"].get("content", "") for part in mine)
         assert text == choice["message"]["content"]
-    assert [choice["index"] for choice in whole] == [0, 1, 2]
-    assert len({choice["message"]["content"] for choice in whole}) == 3
+    assert [choice["index"] for choice in whole_choices] == [0, 1, 2]
+    assert len({choice["message"]["content"] for choice in whole_choices}) == 3
     assert len({(c["id"], c["created"], c["model"]) for c in chunks}) == 1
 
 
@@ -306,11 +306,11 @@ def test_logprobs_have_a_token_each_and_its_bytes(server: LiveServer) -> None:
 
 def test_streamed_logprobs_equal_the_whole(server: LiveServer) -> None:
     fields: Fields = {"max_tokens": 6, "temperature": 0, "logprobs": True}
-    whole = server.chat(**fields).json()["choices"][0]["logprobs"]["content"]
+    whole_logprobs = server.chat(**fields).json()["choices"][0]["logprobs"]["content"]
     chunks = events(server.chat(stream=True, **fields).text)[:-1]
     pieces = [c["choices"][0]["logprobs"] for c in chunks]
-    assert [token for piece in pieces if piece for token in piece["content"]] == whole
-    assert all(token["top_logprobs"] == [] for token in whole)
+    assert [token for piece in pieces if piece for token in piece["content"]] == whole_logprobs
+    assert all(token["top_logprobs"] == [] for token in whole_logprobs)
 
 
 def test_end_token_ends_and_stays_untold(server: LiveServer, hello: Fields) -> None:
@@ -330,8 +330,8 @@ def test_stop_string_across_tokens_cuts_the_text(
     server: LiveServer, hello: Fields, stop: str | list[str], stream: bool
 ) -> None:
     response = server.chat(max_tokens=30, stop=stop, stream=stream, **hello)
-    kept = "hell" if stop == "ohellohello" else "hel"
-    assert _text(response.text, stream) == (kept, "stop")
+    text_before = "hell" if stop == "ohellohello" else "hel"
+    assert _text(response.text, stream) == (text_before, "stop")
 
 
 def test_stop_string_can_stay_in_the_text(server: LiveServer, hello: Fields) -> None:
@@ -455,8 +455,8 @@ def test_concatenated_deltas_equal_the_decoded_tokens(server: LiveServer) -> Non
         fields: Fields = {"max_tokens": 24, "seed": seed, "logprobs": True, "temperature": 1.3}
         text, _ = _text(server.chat(stream=True, **fields).text, True)
         tokens = server.chat(**fields).json()["choices"][0]["logprobs"]["content"]
-        told = [token for token in tokens if token["token"] not in SPECIAL_TOKENS]
-        data = bytes(byte for token in told for byte in token["bytes"])
+        shown_tokens = [token for token in tokens if token["token"] not in SPECIAL_TOKENS]
+        data = bytes(byte for token in shown_tokens for byte in token["bytes"])
         assert text == data.decode("utf-8", "replace")
 
 

@@ -40,8 +40,8 @@ def test_compacted_conversation_takes_the_place_of_its_items(server: LiveServer)
     body = {"role": "user", "content": "again"}
     later = {"max_output_tokens": 2, "temperature": 0}
     answer = server.http.post(PATH, json={"input": [item, body], **later}).json()
-    told = f"Summary of the conversation so far:\n\n{summary}"
-    spelled = [{"role": "user", "content": told}, body]
+    summary_text = f"Summary of the conversation so far:\n\n{summary}"
+    spelled = [{"role": "user", "content": summary_text}, body]
     same = server.http.post(PATH, json={"input": spelled, **later}).json()
     assert answer["usage"]["input_tokens"] == same["usage"]["input_tokens"]
     listed = server.http.get(f"{PATH}/{answer['id']}/input_items").json()["data"]

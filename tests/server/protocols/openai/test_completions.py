@@ -92,9 +92,9 @@ def test_prompts_of_one_request_answer_as_they_do_alone(server: LiveServer) -> N
 
 def test_several_prompts_stream_under_their_index(server: LiveServer) -> None:
     fields: Fields = {"prompt": ["hello", "world"], "max_tokens": 8, "seed": 5}
-    whole = server.complete(**fields).json()["choices"]
+    whole_choices = server.complete(**fields).json()["choices"]
     chunks = events(server.complete(stream=True, **fields).text)[:-1]
-    for choice in whole:
+    for choice in whole_choices:
         mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == choice["index"]]
         assert "".join(part["text"] for part in mine) == choice["text"]
         assert [part["finish_reason"] for part in mine][-1] == choice["finish_reason"]
@@ -148,33 +148,33 @@ def test_echo_reports_on_the_prompt_before_the_answer(
 ) -> None:
     fields: Fields = {"prompt": prompt, "max_tokens": max_tokens, "seed": 3, "logprobs": 2}
     response = server.complete(echo=True, stream=stream, **fields)
-    text, found = _logprobs(response, stream)
+    text, echoed = _logprobs(response, stream)
     tokenizer = server.client.card.tokenizer
     ids = prompt
     if isinstance(prompt, str):
         ids = tokenizer.encode(prompt, add_special=True, parse_special=True)
-    num_tokens = len(found["tokens"])
+    num_tokens = len(echoed["tokens"])
     assert len(ids) <= num_tokens <= len(ids) + max_tokens
-    assert all(len(values) == num_tokens for values in found.values())
-    assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
+    assert all(len(values) == num_tokens for values in echoed.values())
+    assert echoed["token_logprobs"][0] is echoed["top_logprobs"][0] is None
     for token, logprob, top in list(
-        zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True)
+        zip(echoed["tokens"], echoed["token_logprobs"], echoed["top_logprobs"], strict=True)
     )[1:]:
         assert top[token] == logprob <= max(top.values()) <= 0
         assert 2 <= len(top) <= 3
-    for token, offset in zip(found["tokens"], found["text_offset"], strict=True):
+    for token, offset in zip(echoed["tokens"], echoed["text_offset"], strict=True):
         is_shown = token not in SPECIAL_TOKENS or (isinstance(prompt, str) and token in prompt)
         if not token.startswith("bytes:") and is_shown:
             assert text[offset:].lstrip("\ufffd").startswith(token)
     if max_tokens:
         alone = server.complete(**fields).json()["choices"][0]
-        shown = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
-        assert text == shown + alone["text"]
-        assert found["tokens"][len(ids) :] == alone["logprobs"]["tokens"]
-        known = alone["logprobs"]["token_logprobs"]
-        assert found["token_logprobs"][len(ids) :] == pytest.approx(known, abs=1e-4)
-        offsets = [len(shown) + offset for offset in alone["logprobs"]["text_offset"]]
-        assert found["text_offset"][len(ids) :] == offsets
+        prompt_text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
+        assert text == prompt_text + alone["text"]
+        assert echoed["tokens"][len(ids) :] == alone["logprobs"]["tokens"]
+        expected_logprobs = alone["logprobs"]["token_logprobs"]
+        assert echoed["token_logprobs"][len(ids) :] == pytest.approx(expected_logprobs, abs=1e-4)
+        offsets = [len(prompt_text) + offset for offset in alone["logprobs"]["text_offset"]]
+        assert echoed["text_offset"][len(ids) :] == offsets
 
 
 def test_every_choice_of_every_prompt_repeats_its_own(server: LiveServer) -> None:
@@ -185,10 +185,12 @@ def test_every_choice_of_every_prompt_repeats_its_own(server: LiveServer) -> Non
     for choice, other in zip(
         together["choices"], [c for choices in alone for c in choices], strict=True
     ):
-        found, known = choice["logprobs"], other["logprobs"]
-        assert found["tokens"] == known["tokens"]
-        assert found["text_offset"] == known["text_offset"]
-        assert found["token_logprobs"][1:] == pytest.approx(known["token_logprobs"][1:], abs=1e-4)
+        echoed, expected = choice["logprobs"], other["logprobs"]
+        assert echoed["tokens"] == expected["tokens"]
+        assert echoed["text_offset"] == expected["text_offset"]
+        assert echoed["token_logprobs"][1:] == pytest.approx(
+            expected["token_logprobs"][1:], abs=1e-4
+        )
     assert {c["finish_reason"] for c in together["choices"]} == {"length"}
     assert together["usage"]["completion_tokens"] == 0
 

@@ -93,17 +93,17 @@ def test_responses_continue_a_conversation_and_join_it(server: LiveServer) -> No
     first = answer(server, conversation=id_, input="the world")
     assert first["conversation"] == {"id": id_}
     second = answer(server, conversation={"id": id_}, input="again", store=False)
-    whole = [*texts_of(items_of(server, id_))]
-    said = [body["output"][0]["content"][0]["text"] for body in (first, second)]
-    assert whole == ["hello", "the world", said[0], "again", said[1]]
+    all_texts = [*texts_of(items_of(server, id_))]
+    answer_texts = [body["output"][0]["content"][0]["text"] for body in (first, second)]
+    assert all_texts == ["hello", "the world", answer_texts[0], "again", answer_texts[1]]
     messages = [
         {"role": "user", "content": "hello"},
         {"role": "user", "content": "the world"},
-        {"role": "assistant", "content": said[0]},
+        {"role": "assistant", "content": answer_texts[0]},
         {"role": "user", "content": "again"},
     ]
     same = server.chat(messages=messages, max_tokens=3, temperature=0).json()
-    assert same["choices"][0]["message"]["content"] == said[1]
+    assert same["choices"][0]["message"]["content"] == answer_texts[1]
     third = answer(server, previous_response_id=first["id"], input="again")
     assert third["usage"]["input_tokens"] == second["usage"]["input_tokens"]
     listed = server.http.get(f"/v1/responses/{first['id']}/input_items").json()
@@ -113,13 +113,13 @@ def test_responses_continue_a_conversation_and_join_it(server: LiveServer) -> No
 def test_streams_join_a_conversation_and_count_it(server: LiveServer) -> None:
     id_ = begin(server, items=[USER])
     body = {"input": "a", "conversation": id_}
-    counted = server.http.post("/v1/responses/input_tokens", json=body).json()
+    input_count = server.http.post("/v1/responses/input_tokens", json=body).json()
     streamed = server.http.post(
         "/v1/responses", json={**body, "stream": True, "max_output_tokens": 2}
     )
     assert "response.incomplete" in streamed.text or "response.completed" in streamed.text
     assert len(items_of(server, id_)) == 3
-    assert counted["input_tokens"] > answer(server, input="a")["usage"]["input_tokens"]
+    assert input_count["input_tokens"] > answer(server, input="a")["usage"]["input_tokens"]
 
 
 WRONG: list[tuple[Fields, str]] = [

@@ -113,8 +113,8 @@ def test_calls_and_results_can_be_sent_back(server: LiveServer) -> None:
     first = respond(server, input=[user, call, result])
     assert first.json()["output"][0]["content"][0]["text"] == "Done."
     parts = [{"type": "input_text", "text": "ok"}]
-    again = respond(server, input=[user, call, result | {"output": parts}]).json()
-    assert again["usage"]["input_tokens"] == first.json()["usage"]["input_tokens"]
+    second = respond(server, input=[user, call, result | {"output": parts}]).json()
+    assert second["usage"]["input_tokens"] == first.json()["usage"]["input_tokens"]
     say(server, called("patch", PATCH))
     answer = respond(server).json()
     say(server, "Done.")
@@ -186,12 +186,12 @@ def test_chats_have_custom_tools(server: LiveServer) -> None:
     assert deltas[0]["type"] == "custom"
     assert deltas[0]["custom"] == {"input": "", "name": "patch"}
     assert "".join(delta["custom"]["input"] for delta in deltas) == PATCH
-    again = [
+    messages = [
         {"role": "user", "content": "hello"},
         {"role": "assistant", "content": None, "tool_calls": [call | {"id": "c1"}]},
         {"role": "tool", "tool_call_id": "c1", "content": "ok"},
     ]
-    assert server.chat(**fields | {"messages": again}).status_code == 200
+    assert server.chat(**fields | {"messages": messages}).status_code == 200
     named = {"type": "custom", "custom": {"name": "patch"}}
     assert server.chat(**fields, tool_choice=named).json()["choices"][0]["message"]["tool_calls"]
 

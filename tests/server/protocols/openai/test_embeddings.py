@@ -60,17 +60,19 @@ def test_answer_has_openais_shape(server: LiveServer) -> None:
 
 def test_every_form_of_input_is_read(server: LiveServer) -> None:
     encode = server.client.card.tokenizer.encode
-    one, two = encode("hello world"), encode("the")
+    first_ids, two = encode("hello world"), encode("the")
     right = vectors(embed(server, input=["hello world", "the"]))
-    for given, rows in (
+    for input_value, rows in (
         ("hello world", [0]),
         (["hello world"], [0]),
-        (one, [0]),
-        ([one], [0]),
-        ([one, two], [0, 1]),
-        (["the", one], [1, 0]),
+        (first_ids, [0]),
+        ([first_ids], [0]),
+        ([first_ids, two], [0, 1]),
+        (["the", first_ids], [1, 0]),
     ):
-        np.testing.assert_allclose(vectors(embed(server, input=given)), right[rows], atol=1e-5)
+        np.testing.assert_allclose(
+            vectors(embed(server, input=input_value)), right[rows], atol=1e-5
+        )
 
 
 def test_base64_has_the_same_numbers_lowest_byte_first(server: LiveServer) -> None:
@@ -81,9 +83,11 @@ def test_base64_has_the_same_numbers_lowest_byte_first(server: LiveServer) -> No
 
 
 def test_fewer_dimensions_have_length_one_again(server: LiveServer) -> None:
-    whole = vectors(embed(server))[0].astype(np.float64)
+    whole_vector = vectors(embed(server))[0].astype(np.float64)
     result = vectors(embed(server, dimensions=10, user="me", model="tiny"))[0]
-    np.testing.assert_allclose(result, whole[:10] / np.linalg.norm(whole[:10]), atol=1e-5)
+    np.testing.assert_allclose(
+        result, whole_vector[:10] / np.linalg.norm(whole_vector[:10]), atol=1e-5
+    )
 
 
 def test_the_client_may_choose_the_pooling(server: LiveServer) -> None:
@@ -303,7 +307,7 @@ BODIES = [
 def test_large_responses_are_sent_in_chunks(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def found() -> list[Any]:
+    def embedding_lists() -> list[Any]:
         bodies = [server.http.post(path, json=body).json() for path, body in BODIES]
         return [
             {key: body[key] for key in body if "duration" not in key}
@@ -312,7 +316,7 @@ def test_large_responses_are_sent_in_chunks(
             for body in bodies
         ]
 
-    expected = found()
+    expected = embedding_lists()
     sent = []
 
     def in_chunks(*args: Any) -> JsonInChunks:
@@ -322,7 +326,7 @@ def test_large_responses_are_sent_in_chunks(
     monkeypatch.setattr(app, "_LARGE_RESPONSE_BYTES", 0)
     monkeypatch.setattr(responses, "_CHUNK_BYTES", 100)
     monkeypatch.setattr(app, "JsonInChunks", in_chunks)
-    assert found() == expected
+    assert embedding_lists() == expected
     assert len(sent) == len(BODIES)
 
 

@@ -244,9 +244,9 @@ def test_fields_that_change_nothing_are_accepted(server: LiveServer) -> None:
 
 def test_sampling_fields_of_other_engines_work(server: LiveServer) -> None:
     fields: Fields = {"temperature": 1.5, "max_output_tokens": 12}
-    one, other = (text_of(answer(server, seed=seed, **fields)) for seed in (1, 2))
-    assert one != other
-    assert one == text_of(answer(server, seed=1, **fields))
+    first_text, other = (text_of(answer(server, seed=seed, **fields)) for seed in (1, 2))
+    assert first_text != other
+    assert first_text == text_of(answer(server, seed=1, **fields))
     greedy = text_of(answer(server, max_output_tokens=12))
     assert text_of(answer(server, top_k=1, seed=3, **fields)) == greedy
     assert text_of(answer(server, guided_choice=["yes"], max_output_tokens=12)) == "yes"

@@ -107,8 +107,8 @@ def test_instructions_and_items_reach_the_template(server: LiveServer) -> None:
     same_as_chat(server, messages, instructions="a", input=items)
     same_as_chat(server, messages, input=[{"role": "developer", "content": "a"}, *items])
     messages.insert(1, {"role": "system", "content": "z"})
-    more = [{"role": "system", "content": "z"}, *items]
-    same_as_chat(server, messages, instructions="a", input=more)
+    input_items = [{"role": "system", "content": "z"}, *items]
+    same_as_chat(server, messages, instructions="a", input=input_items)
 
 
 def test_calls_results_and_thoughts_reach_the_template(server: LiveServer) -> None:
@@ -139,14 +139,14 @@ def test_calls_results_and_thoughts_reach_the_template(server: LiveServer) -> No
 
 def test_a_conversation_goes_on_from_a_response(server: LiveServer) -> None:
     first = answer(server, instructions="a")
-    said = [HELLO, {"role": "assistant", "content": text_of(first)}]
-    again = [{"role": "user", "content": "again"}]
+    messages = [HELLO, {"role": "assistant", "content": text_of(first)}]
+    second_turn = [{"role": "user", "content": "again"}]
     second = same_as_chat(
-        server, [*said, *again], input="again", previous_response_id=first["id"]
+        server, [*messages, *second_turn], input="again", previous_response_id=first["id"]
     )  # instructions are each response's own
     assert second["previous_response_id"] == first["id"]
-    said += [*again, {"role": "assistant", "content": text_of(second)}]
-    third = [{"role": "system", "content": "b"}, *said, {"role": "user", "content": "c"}]
+    messages += [*second_turn, {"role": "assistant", "content": text_of(second)}]
+    third = [{"role": "system", "content": "b"}, *messages, {"role": "user", "content": "c"}]
     events = stream(server, instructions="b", input="c", previous_response_id=second["id"])
     chat = server.chat(messages=third, max_tokens=4, temperature=0).json()
     assert text_of(events[-1]["response"]) == chat["choices"][0]["message"]["content"]
@@ -157,11 +157,11 @@ def test_a_conversation_goes_on_from_a_response(server: LiveServer) -> None:
 def test_a_streamed_response_is_stored_as_it_was_sent(server: LiveServer) -> None:
     last = stream(server)[-1]["response"]
     assert server.http.get(f"{PATH}/{last['id']}").json() == last
-    whole = answer(server)
+    whole_response = answer(server)
     response = server.http.get(
-        f"{PATH}/{whole['id']}", params={"include[]": "reasoning.encrypted_content"}
+        f"{PATH}/{whole_response['id']}", params={"include[]": "reasoning.encrypted_content"}
     )
-    assert response.json() == whole
+    assert response.json() == whole_response
 
 
 def test_items_are_referred_to_by_their_ids(server: LiveServer) -> None:
@@ -181,14 +181,14 @@ def test_input_items_are_listed_in_pages(server: LiveServer) -> None:
     first = answer(server, input=[HELLO, {"role": "assistant", "content": "x"}, HELLO])
     second = answer(server, input="more", previous_response_id=first["id"])
     path = f"{PATH}/{second['id']}/input_items"
-    whole = server.http.get(path, params={"order": "asc"}).json()
-    messages = [(item["role"], item["content"][0]["text"]) for item in whole["data"]]
+    item_list = server.http.get(path, params={"order": "asc"}).json()
+    messages = [(item["role"], item["content"][0]["text"]) for item in item_list["data"]]
     expected = [("user", "hello"), ("assistant", "x"), ("user", "hello")]
     assert messages == [*expected, ("assistant", text_of(first)), ("user", "more")]
-    assert whole["object"] == "list"
-    assert not whole["has_more"]
-    ids = [item["id"] for item in whole["data"]]
-    assert (whole["first_id"], whole["last_id"]) == (ids[0], ids[-1])
+    assert item_list["object"] == "list"
+    assert not item_list["has_more"]
+    ids = [item["id"] for item in item_list["data"]]
+    assert (item_list["first_id"], item_list["last_id"]) == (ids[0], ids[-1])
     result: list[str] = []
     page = {"has_more": True}
     while page["has_more"]:
@@ -196,7 +196,7 @@ def test_input_items_are_listed_in_pages(server: LiveServer) -> None:
         page = server.http.get(path, params=body).json()
         result += [item["id"] for item in page["data"]]
     assert result == ids[::-1]
-    kinds = [item["content"][0]["type"] for item in whole["data"]]
+    kinds = [item["content"][0]["type"] for item in item_list["data"]]
     assert kinds == ["input_text", "output_text", "input_text", "output_text", "input_text"]
 
 
@@ -227,14 +227,22 @@ def test_neutral_queries_about_a_response_are_accepted(server: LiveServer) -> No
 
 
 def test_a_response_that_is_not_stored_is_not_found(server: LiveServer) -> None:
-    gone = answer(server)["id"]
-    deleted = server.http.delete(f"{PATH}/{gone}").json()
-    assert deleted == {"id": gone, "object": "response", "deleted": True}
-    for id_ in (gone, "resp_0", answer(server, store=False)["id"], stream(server, store=False)[0]):
+    deleted_id = answer(server)["id"]
+    deleted = server.http.delete(f"{PATH}/{deleted_id}").json()
+    assert deleted == {"id": deleted_id, "object": "response", "deleted": True}
+    for id_ in (
+        deleted_id,
+        "resp_0",
+        answer(server, store=False)["id"],
+        stream(server, store=False)[0],
+    ):
         name = id_ if isinstance(id_, str) else id_["response"]["id"]
-        asked = [server.http.get(f"{PATH}/{name}{suffix}") for suffix in ("", "/input_items")]
-        asked += [server.http.delete(f"{PATH}/{name}"), server.http.post(f"{PATH}/{name}/cancel")]
-        for response in asked:
+        responses = [server.http.get(f"{PATH}/{name}{suffix}") for suffix in ("", "/input_items")]
+        responses += [
+            server.http.delete(f"{PATH}/{name}"),
+            server.http.post(f"{PATH}/{name}/cancel"),
+        ]
+        for response in responses:
             assert response.status_code == 404
             message = f"Response with id '{name}' not found."
             assert response.json()["error"]["message"] == message
@@ -279,19 +287,24 @@ def test_tenants_do_not_see_each_other_s_responses(tmp_path: Path) -> None:
                 mine, other = {"x-api-key": "me"}, {"x-api-key": "other"}
                 payload: Fields = {"input": "hello " * 20, "max_output_tokens": 2}
                 body = (await http.post(PATH, json=payload, headers=mine)).json()
-                path, more = f"{PATH}/{body['id']}", payload | {"previous_response_id": body["id"]}
+                path, next_payload = (
+                    f"{PATH}/{body['id']}",
+                    payload | {"previous_response_id": body["id"]},
+                )
                 item = payload | {"input": [{"id": body["output"][0]["id"]}, HELLO]}
                 assert (await http.get(path, headers=other)).status_code == 404
                 assert (await http.delete(path, headers=other)).status_code == 404
-                assert (await http.post(PATH, json=more, headers=other)).status_code == 400
+                assert (await http.post(PATH, json=next_payload, headers=other)).status_code == 400
                 left_out = await http.post(PATH, json=item, headers=other)
                 assert left_out.headers["twostroke-ignored"] == "input[].item_reference"
-                for field in (more, item):
+                for field in (next_payload, item):
                     response = await http.post(PATH, json=field, headers=mine)
                     assert response.status_code == 200
                     assert "twostroke-ignored" not in response.headers
-                for who, is_cached in ((other, False), (mine, True)):
-                    usage = (await http.post(PATH, json=payload, headers=who)).json()["usage"]
+                for key_headers, is_cached in ((other, False), (mine, True)):
+                    usage = (await http.post(PATH, json=payload, headers=key_headers)).json()[
+                        "usage"
+                    ]
                     assert bool(usage["input_tokens_details"]["cached_tokens"]) is is_cached
 
     asyncio.run(run())
@@ -324,6 +337,8 @@ def _text(text: str) -> Fields:
     return {"type": "input_text", "text": text}
 
 
-def _items(server: LiveServer, id_: str, **asked: str) -> list[Fields]:
-    listed: list[Fields] = server.http.get(f"{PATH}/{id_}/input_items", params=asked).json()["data"]
+def _items(server: LiveServer, id_: str, **params: str) -> list[Fields]:
+    listed: list[Fields] = server.http.get(f"{PATH}/{id_}/input_items", params=params).json()[
+        "data"
+    ]
     return listed

@@ -54,23 +54,23 @@ def streamed(reply: ResponseInfo, answer: list[Output]) -> list[Fields]:
     reader, encoder = reply.reader(), ResponsesEncoder(reply)
     usage = answer[-1].usage
     assert usage is not None
-    told = [*(event for piece in answer for event in reader.read(piece)), reader.finish(usage)]
-    text = b"".join(encoder.write(event) for event in told)
+    events = [*(event for piece in answer for event in reader.read(piece)), reader.finish(usage)]
+    text = b"".join(encoder.write(event) for event in events)
     return [json.loads(line[6:]) for line in text.splitlines() if line.startswith(b"data: ")]
 
 
-def whole(reply: ResponseInfo, answer: list[Output]) -> Fields:
+def whole_body(reply: ResponseInfo, answer: list[Output]) -> Fields:
     usage = answer[-1].usage
     assert usage is not None
-    told = reply.reader().read_whole([join(answer)], usage)
-    body: Fields = json.loads(encode_json(ResponsesEncoder(reply).whole_response(told)))
+    events = reply.reader().read_whole([join(answer)], usage)
+    body: Fields = json.loads(encode_json(ResponsesEncoder(reply).whole_response(events)))
     return body
 
 
 def test_reasoning_is_an_item_before_the_message(shared_server: LiveServer) -> None:
     text = f"<think>{THOUGHT}</think>{TEXT}"
     answer = outputs(shared_server, text, FinishReason.STOP)
-    body = whole(reply_to(shared_server), answer)
+    body = whole_body(reply_to(shared_server), answer)
     thought, message = body["output"]
     assert thought.pop("id").startswith("rs_")
     assert thought == {
@@ -89,12 +89,22 @@ def test_reasoning_is_an_item_before_the_message(shared_server: LiveServer) -> N
     first = kinds.index("reasoning_text.done")
     assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
     assert set(kinds[4:first]) == {"reasoning_text.delta"}
-    behind = ["content_part.done", "output_item.done", "output_item.added", "content_part.added"]
-    assert kinds[first + 1 : first + 5] == behind
-    for kind, place, said in (("reasoning_text", 0, THOUGHT), ("output_text", 1, TEXT)):
+    next_kinds = [
+        "content_part.done",
+        "output_item.done",
+        "output_item.added",
+        "content_part.added",
+    ]
+    assert kinds[first + 1 : first + 5] == next_kinds
+    for kind, output_index, expected_text in (
+        ("reasoning_text", 0, THOUGHT),
+        ("output_text", 1, TEXT),
+    ):
         mine = [event for event in events if event["type"].startswith(f"response.{kind}.")]
-        assert "".join(event.get("delta", "") for event in mine) == mine[-1]["text"] == said
-        assert {event["output_index"] for event in mine} == {place}
+        assert (
+            "".join(event.get("delta", "") for event in mine) == mine[-1]["text"] == expected_text
+        )
+        assert {event["output_index"] for event in mine} == {output_index}
         assert len({event["item_id"] for event in mine}) == 1
     last = events[-1]["response"]
     assert [item["type"] for item in last["output"]] == ["reasoning", "message"]
@@ -103,7 +113,7 @@ def test_reasoning_is_an_item_before_the_message(shared_server: LiveServer) -> N
 
 def test_reasoning_that_is_cut_is_all_there_is(shared_server: LiveServer) -> None:
     answer = outputs(shared_server, f"<think>{THOUGHT}", FinishReason.LENGTH)
-    body = whole(reply_to(shared_server), answer)
+    body = whole_body(reply_to(shared_server), answer)
     (thought,) = body["output"]
     assert (body["status"], thought["status"]) == ("incomplete", "incomplete")
     assert thought["content"][0]["text"] == THOUGHT
@@ -116,18 +126,20 @@ def test_log_probabilities_belong_to_the_text(shared_server: LiveServer, thought
     answer = outputs(shared_server, thought + TEXT, FinishReason.STOP)
     fields: Fields = {"include": [LOGPROBS]}
     expected = ["hello", " world"]
-    body = whole(reply_to(shared_server, **fields), answer)
+    body = whole_body(reply_to(shared_server, **fields), answer)
     tokens = body["output"][-1]["content"][0]["logprobs"]
     assert "".join(token["token"] for token in tokens) == "".join(expected)
     events = streamed(reply_to(shared_server, **fields), answer)
-    told = [token for event in events if "delta" in event for token in event.get("logprobs", ())]
-    assert told == tokens
+    streamed_tokens = [
+        token for event in events if "delta" in event for token in event.get("logprobs", ())
+    ]
+    assert streamed_tokens == tokens
 
 
 def test_reasoning_goes_back_to_the_template(shared_server: LiveServer) -> None:
     reply = reply_to(shared_server)
     text = f"<think>{THOUGHT}</think>{TEXT}"
-    first = whole(reply, outputs(shared_server, text, FinishReason.STOP))
+    first = whole_body(reply, outputs(shared_server, text, FinishReason.STOP))
     tenant = reply.job.prompts[0].tenant  # type: ignore[union-attr]
     for fields in (
         {"input": "and?", "previous_response_id": first["id"]},
@@ -147,7 +159,7 @@ def test_clients_may_send_back_only_encrypted_reasoning(shared_server: LiveServe
     answer = outputs(shared_server, text, FinishReason.STOP)
     for fields, has_content in (({}, False), ({"include": [ENCRYPTED_REASONING]}, True)):
         reply = reply_to(shared_server, **fields)
-        thought, message = whole(reply, answer)["output"]
+        thought, message = whole_body(reply, answer)["output"]
         [*_, last] = streamed(reply_to(shared_server, **fields), answer)
         encrypted = last["response"]["output"][0].get("encrypted_content")
         assert thought.get("encrypted_content") == encrypted

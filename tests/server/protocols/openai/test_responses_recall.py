@@ -45,36 +45,36 @@ def tenant_with(items: list[RawItem]) -> Tenant:
     return tenant
 
 
-def messages(given: list[Fields], tenant: Tenant | None = None) -> list[Fields]:
+def messages(input_items: list[Fields], tenant: Tenant | None = None) -> list[Fields]:
     """Return the messages that the chat template gets for a request with these items."""
-    job = read(ResponsesRequest(input=given), tenant or Tenant("", ResponseStore(10, 10**6)))
+    job = read(ResponsesRequest(input=input_items), tenant or Tenant("", ResponseStore(10, 10**6)))
     return list(job.prompts[0].messages)  # type: ignore[union-attr]
 
 
-def counted(calls: list[str]) -> Callable[[StoredResponse], list[RawItem]]:
+def counting_items_of(calls: list[str]) -> Callable[[StoredResponse], list[RawItem]]:
     """Return a reader of stored responses that notes in `calls` which thread reads."""
 
-    def items_of(kept: StoredResponse) -> list[RawItem]:
+    def items_of(response: StoredResponse) -> list[RawItem]:
         calls.append(threading.current_thread().name)
-        return original(kept)
+        return original(response)
 
     original = recall.items_of
     return items_of
 
 
 def test_an_answer_is_read_once_for_all_references_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    tenant = tenant_with([_kept(f"msg_{n}", str(n)) for n in range(100)])
+    tenant = tenant_with([_message_item(f"msg_{n}", str(n)) for n in range(100)])
     calls: list[str] = []
-    monkeypatch.setattr(recall, "items_of", counted(calls))
-    given = [{"type": "item_reference", "id": f"msg_{n % 100}"} for n in range(200)]
-    assert [message["content"] for message in messages(given, tenant)] == [
+    monkeypatch.setattr(recall, "items_of", counting_items_of(calls))
+    input_items = [{"type": "item_reference", "id": f"msg_{n % 100}"} for n in range(200)]
+    assert [message["content"] for message in messages(input_items, tenant)] == [
         str(n % 100) for n in range(200)
     ]
     assert len(calls) == 1
 
 
 def test_references_are_bounded() -> None:
-    tenant = tenant_with([_kept("msg_1", "x"), _kept("msg_2", "x" * 2_000_000)])
+    tenant = tenant_with([_message_item("msg_1", "x"), _message_item("msg_2", "x" * 2_000_000)])
     assert len(messages([{"id": "msg_1"}] * recall.MAX_REFERENCES, tenant)) == 1024
     with pytest.raises(RequestError, match="input takes at most 1024 items of type item_reference"):
         messages([{"id": "msg_1"}] * (recall.MAX_REFERENCES + 1), tenant)
@@ -84,8 +84,8 @@ def test_references_are_bounded() -> None:
 
 
 def test_thoughts_of_a_turn_are_all_shown() -> None:
-    said = [HELLO, _thought("T1"), _call(1), _thought("T2"), _call(2)]
-    turn = messages(said)[1]
+    input_items = [HELLO, _thought("T1"), _call(1), _thought("T2"), _call(2)]
+    turn = messages(input_items)[1]
     assert turn["reasoning_content"] == "T1\n\nT2"
     assert [call["id"] for call in turn["tool_calls"]] == ["call_1", "call_2"]
 
@@ -100,8 +100,8 @@ def test_a_text_behind_a_call_is_a_message_of_its_own() -> None:
 def test_every_item_of_a_conversation_has_an_id_of_its_own(server: LiveServer) -> None:
     mine = {"type": "message", "id": "msg_mine", **HELLO}
     first = send_request(server, input=[mine, mine]).json()
-    given = [{"id": "msg_mine"}, mine, {"id": first["output"][0]["id"]}, {"id": "msg_mine"}]
-    second = send_request(server, input=given, previous_response_id=first["id"]).json()
+    input_items = [{"id": "msg_mine"}, mine, {"id": first["output"][0]["id"]}, {"id": "msg_mine"}]
+    second = send_request(server, input=input_items, previous_response_id=first["id"]).json()
     path = f"{PATH}/{second['id']}/input_items"
     result: list[str] = []
     page: Fields = {"has_more": True}
@@ -120,7 +120,7 @@ def test_items_are_not_read_where_streams_are_written(
     first = send_request(server).json()
     second = send_request(server, previous_response_id=first["id"]).json()
     calls: list[str] = []
-    monkeypatch.setattr(routes, "items_of", counted(calls))
+    monkeypatch.setattr(routes, "items_of", counting_items_of(calls))
     assert server.http.get(f"{PATH}/{second['id']}/input_items").status_code == 200
     assert [name.split("_")[0] for name in calls] == ["asyncio"]
 
@@ -160,7 +160,7 @@ def test_options_just_within_the_limits_are_returned(server: LiveServer) -> None
     assert send_request(server, stream=True, stream_options=options).status_code == 200
 
 
-def _kept(id_: str, text: str) -> Fields:
+def _message_item(id_: str, text: str) -> Fields:
     content = [{"type": "input_text", "text": text}]
     return {"type": "message", "id": id_, "role": "user", "content": content}
 

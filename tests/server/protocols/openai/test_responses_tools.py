@@ -72,7 +72,7 @@ def test_a_forced_call_is_an_item(server: LiveServer, choice: Any, names: set[st
 
 def test_a_streamed_call_comes_in_its_order_and_makes_up_the_whole(server: LiveServer) -> None:
     fields: Fields = {"tool_choice": "required", "parallel_tool_calls": False}
-    (whole,) = send_request(server, **fields).json()["output"]
+    (whole_call,) = send_request(server, **fields).json()["output"]
     lines = send_request(server, stream=True, **fields).text.splitlines()
     events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
     kinds = [event["type"].removeprefix("response.") for event in events]
@@ -83,8 +83,8 @@ def test_a_streamed_call_comes_in_its_order_and_makes_up_the_whole(server: LiveS
     added, *deltas, done, item_done, last = events[2:]
     assert (added["item"]["arguments"], added["item"]["status"]) == ("", "in_progress")
     joined = "".join(event["delta"] for event in deltas)
-    assert joined == done["arguments"] == item_done["item"]["arguments"] == whole["arguments"]
-    assert done["name"] == whole["name"]
+    assert joined == done["arguments"] == item_done["item"]["arguments"] == whole_call["arguments"]
+    assert done["name"] == whole_call["name"]
     assert last["response"]["output"] == [item_done["item"]]
     assert {event["item_id"] for event in (*deltas, done)} == {item_done["item"]["id"]}
     assert added["item"]["call_id"] == item_done["item"]["call_id"]
@@ -129,11 +129,11 @@ def test_calls_and_results_go_on_from_a_response(server: LiveServer) -> None:
     first = send_request(server, tool_choice="required", parallel_tool_calls=False).json()
     (call,) = first["output"]
     result = {"type": "function_call_output", "call_id": call["call_id"], "output": "rain"}
-    kept = send_request(server, previous_response_id=first["id"], input=[result]).json()
+    stored_answer = send_request(server, previous_response_id=first["id"], input=[result]).json()
     resent = [{"role": "user", "content": "hello"}, call, result]
-    whole = send_request(server, input=resent).json()
-    assert kept["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
-    assert kept["output"][0].get("content") == whole["output"][0].get("content")
+    resent_answer = send_request(server, input=resent).json()
+    assert stored_answer["usage"]["input_tokens"] == resent_answer["usage"]["input_tokens"]
+    assert stored_answer["output"][0].get("content") == resent_answer["output"][0].get("content")
 
 
 @pytest.mark.parametrize(

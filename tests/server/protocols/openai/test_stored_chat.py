@@ -56,15 +56,15 @@ def test_streamed_answers_are_stored_whole(server: LiveServer) -> None:
     fields: dict[str, Any] = {"temperature": 0, "n": 2, "logprobs": True}
     *chunks, _ = events(store_stream(server, **fields))
     body = server.http.get(f"{PATH}/{chunks[0]['id']}").json()
-    whole = server.chat(max_tokens=3, **fields).json()
-    for kept, choice in zip(body["choices"], whole["choices"], strict=True):
-        assert kept["message"] == choice["message"]
+    whole_answer = server.chat(max_tokens=3, **fields).json()
+    for stored_choice, choice in zip(body["choices"], whole_answer["choices"], strict=True):
+        assert stored_choice["message"] == choice["message"]
         tokens = [
             [token["token"] for token in choice_body["logprobs"]["content"]]
-            for choice_body in (kept, choice)
+            for choice_body in (stored_choice, choice)
         ]
         assert tokens[0] == tokens[1]
-    assert body["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    assert body["usage"]["completion_tokens"] == whole_answer["usage"]["completion_tokens"]
 
 
 def store_stream(server: LiveServer, **fields: Any) -> str:
@@ -118,10 +118,10 @@ def test_long_lists_of_one_tenant_wait_for_other_tenants(
     store(server)
     begun, may_end, page = list[int](), threading.Event(), stored_chat._list_completions
 
-    def slow(kept: list[Any], asked: dict[str, str]) -> Any:
-        begun.append(len(kept))
+    def slow(stored: list[Any], query: dict[str, str]) -> Any:
+        begun.append(len(stored))
         assert may_end.wait(20)
-        return page(kept, asked)
+        return page(stored, query)
 
     monkeypatch.setattr(stored_chat, "_list_completions", slow)
     line = server.api._readers._queue

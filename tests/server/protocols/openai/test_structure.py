@@ -30,8 +30,8 @@ FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "s
 
 
 def text_of(server: LiveServer, **fields: object) -> str:
-    given: Fields = {"max_tokens": 100, "temperature": 1.5} | fields
-    response = server.chat(**given)
+    all_fields: Fields = {"max_tokens": 100, "temperature": 1.5} | fields
+    response = server.chat(**all_fields)
     assert response.status_code == 200, response.text
     return response.json()["choices"][0]["message"]["content"]
 

@@ -41,11 +41,15 @@ def _ids(server: LiveServer, prefix: str, suffix: str) -> list[int]:
 def test_an_answer_is_that_to_prefix_suffix_middle(server: LiveServer, prompt: Any) -> None:
     body = server.complete(**GAP | {"prompt": prompt, "ignore_eos": True}).json()
     several = prompt if prompt and isinstance(prompt, list) and prompt != [7, 8] else [prompt]
-    for choice, one in zip(body["choices"], several, strict=True):
-        text = one if isinstance(one, str) else server.client.card.tokenizer.decode(one)
+    for choice, prompt_input in zip(body["choices"], several, strict=True):
+        text = (
+            prompt_input
+            if isinstance(prompt_input, str)
+            else server.client.card.tokenizer.decode(prompt_input)
+        )
         plain = {"prompt": _ids(server, text, " world"), "max_tokens": 6, "seed": 4}
-        known = server.complete(**plain, ignore_eos=True).json()["choices"][0]
-        assert (choice["text"], choice["finish_reason"]) == (known["text"], "length")
+        expected = server.complete(**plain, ignore_eos=True).json()["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == (expected["text"], "length")
 
 
 def test_an_empty_suffix_asks_for_nothing(server: LiveServer) -> None:

@@ -57,14 +57,14 @@ def test_ids_are_reported_whole_and_in_pieces(server: LiveServer, path: str) -> 
             "token_ids"
         ]
         text = server.http.post("/detokenize", json={"tokens": choice["token_ids"]}).json()
-        shown = choice["text"] if "text" in choice else choice["message"]["content"]
-        assert text["prompt"].startswith(shown)
-        assert shown == (other["text"] if "text" in other else other["message"]["content"])
+        prompt_text = choice["text"] if "text" in choice else choice["message"]["content"]
+        assert text["prompt"].startswith(prompt_text)
+        assert prompt_text == (other["text"] if "text" in other else other["message"]["content"])
     is_chat = path == "/v1/chat/completions"
     ids = prompt_ids(server, path)
-    whole = [body] if is_chat else body["choices"]
+    bodies = [body] if is_chat else body["choices"]
     first = chunks if is_chat else [chunk["choices"][0] for chunk in chunks]
-    assert [choice["prompt_token_ids"] for choice in whole] == [ids] * len(whole)
+    assert [choice["prompt_token_ids"] for choice in bodies] == [ids] * len(bodies)
     assert [choice["prompt_token_ids"] for choice in first if "prompt_token_ids" in choice] == [
         ids
     ] * 2
@@ -73,8 +73,8 @@ def test_ids_are_reported_whole_and_in_pieces(server: LiveServer, path: str) -> 
 @pytest.mark.parametrize("path", PATHS)
 def test_prompts_are_scored_in_vllms_form(server: LiveServer, path: str) -> None:
     body = answer(server, path, prompt_logprobs=2)
-    shown = body if path == "/v1/chat/completions" else body["choices"][0]
-    ids, scores = prompt_ids(server, path), shown["prompt_logprobs"]
+    scored = body if path == "/v1/chat/completions" else body["choices"][0]
+    ids, scores = prompt_ids(server, path), scored["prompt_logprobs"]
     assert len(scores) == len(ids)
     assert scores[0] is None
     for id_, score in zip(ids[1:], scores[1:], strict=True):
@@ -82,12 +82,12 @@ def test_prompts_are_scored_in_vllms_form(server: LiveServer, path: str) -> None
         assert len(score) in {2, 3}
         ranks = sorted(token["rank"] for token in score.values() if token["rank"] is not None)
         assert ranks == [1, 2]
-        best = max(score.values(), key=lambda one: one["logprob"])
+        best = max(score.values(), key=lambda candidate: candidate["logprob"])
         assert best["rank"] == 1
         assert set(best) == {"logprob", "rank", "decoded_token"}
     few = answer(server, path, prompt_logprobs=0)
-    shown = few if path == "/v1/chat/completions" else few["choices"][0]
-    assert [list(prompt_logprob or {}) for prompt_logprob in shown["prompt_logprobs"]] == [
+    scored = few if path == "/v1/chat/completions" else few["choices"][0]
+    assert [list(prompt_logprob or {}) for prompt_logprob in scored["prompt_logprobs"]] == [
         [],
         *([str(i)] for i in ids[1:]),
     ]
