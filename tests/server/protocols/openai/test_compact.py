@@ -6,7 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from twostroke.server.protocols.common.opaque_text import SUMMARY, decode_text, encode_text
+from twostroke.server.protocols.common.fields import (
+    OPAQUE_SUMMARY,
+    decode_opaque_text,
+    encode_opaque_text,
+)
 
 if TYPE_CHECKING:
     from support.servers import LiveServer
@@ -34,7 +38,7 @@ def test_compacted_conversation_takes_the_place_of_its_items(server: LiveServer)
     assert compacted["object"] == "response.compaction"
     [item] = compacted["output"]
     assert item["type"] == "compaction"
-    summary = decode_text(item["encrypted_content"], SUMMARY)
+    summary = decode_opaque_text(item["encrypted_content"], OPAQUE_SUMMARY)
     assert summary
     assert compacted["usage"]["output_tokens"] > 0
     body = {"role": "user", "content": "again"}
@@ -60,7 +64,7 @@ def test_stored_answers_are_compacted_with_their_conversation(server: LiveServer
 def test_compaction_of_another_server_is_left_out(server: LiveServer) -> None:
     later = {"max_output_tokens": 2, "temperature": 0}
     body = {"role": "user", "content": "again"}
-    for content in ("gAAAAABo", encode_text("x", SUMMARY)[:-3] + "!"):
+    for content in ("gAAAAABo", encode_opaque_text("x", OPAQUE_SUMMARY)[:-3] + "!"):
         other = {"type": "compaction", "encrypted_content": content}
         answer = server.http.post(PATH, json={"input": [other, body], **later}).json()
         plain = server.http.post(PATH, json={"input": [body], **later}).json()

@@ -14,7 +14,7 @@ from twostroke.server.generation import events
 from twostroke.server.generation.events import SchemaMiss
 from twostroke.server.http.error_forms import ANTHROPIC
 from twostroke.server.http.responses import named_sse
-from twostroke.server.protocols.common.opaque_text import REASONING, encode_text
+from twostroke.server.protocols.common.fields import OPAQUE_REASONING, encode_opaque_text
 from twostroke.server.protocols.common.usage import TimingsBody, timings_body
 
 if TYPE_CHECKING:
@@ -300,7 +300,7 @@ def _signature(reasoning: str, *, is_omitted: bool) -> str:
     The signature of an omitted reasoning contains it, for the template of a later request.
     """
     if is_omitted:
-        return encode_text(reasoning, REASONING)
+        return encode_opaque_text(reasoning, OPAQUE_REASONING)
     return hashlib.sha256(reasoning.encode("utf-8", "replace")).hexdigest()
 
 

@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 from twostroke.server.body import field
-from twostroke.server.protocols.common.fields import CacheControl
-from twostroke.server.protocols.common.opaque_text import REASONING, decode_text
+from twostroke.server.protocols.common.fields import (
+    OPAQUE_REASONING,
+    CacheControl,
+    decode_opaque_text,
+)
 from twostroke.server.protocols.common.tools import (
     FunctionBody,
     FunctionName,
@@ -172,7 +175,7 @@ class ThinkingBlock(field.TaggedObject, tag="thinking"):
     @property
     def text(self) -> str:
         """The reasoning; empty if another server omitted it."""
-        return self.thinking or decode_text(self.signature, REASONING) or ""
+        return self.thinking or decode_opaque_text(self.signature, OPAQUE_REASONING) or ""
 
 
 class RedactedThinkingBlock(field.TaggedObject, tag="redacted_thinking"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import re
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -54,6 +55,12 @@ TIERS: Final = {
     "scale": DEFAULT_SERVICE_TIER,
     "priority": "priority",
 }
+
+# The beginnings of opaque texts, which clients keep and send back without reading: reasoning, and
+# summaries of conversations. The texts are encoded, not encrypted: a client that shall not show
+# them does not look into them.
+OPAQUE_REASONING: Final = "twostroke-reasoning:"
+OPAQUE_SUMMARY: Final = "twostroke-summary:"
 
 # A key of `logit_bias`: a token id in decimal digits.
 TOKEN_ID: Final = re.compile(r"[0-9]{1,9}")
@@ -446,3 +453,21 @@ def retention_s(retention: str | None) -> float:
     Returns 0 if the pages need only stay in memory as long as there is room.
     """
     return _RETENTION_S.get(retention or "", 0.0)
+
+
+def encode_opaque_text(text: str, kind: str) -> str:
+    """Encode a text of a kind, such as `OPAQUE_SUMMARY`, for a field that clients send back."""
+    return kind + base64.urlsafe_b64encode(text.encode("utf-8", "replace")).decode()
+
+
+def decode_opaque_text(content: str | None, kind: str) -> str | None:
+    """Return the text in a field that clients send back.
+
+    None if the field is missing or damaged, or if another server made it.
+    """
+    if not isinstance(content, str) or not content.startswith(kind):
+        return None
+    try:
+        return base64.urlsafe_b64decode(content.removeprefix(kind)).decode()
+    except ValueError:
+        return None

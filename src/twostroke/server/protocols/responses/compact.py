@@ -9,8 +9,12 @@ from msgspec.structs import replace
 
 from twostroke.server.body import field
 from twostroke.server.http.answer_limits import MAX_SUMMARY_TOKENS
-from twostroke.server.protocols.common.fields import Retention, ServiceFields
-from twostroke.server.protocols.common.opaque_text import SUMMARY, encode_text
+from twostroke.server.protocols.common.fields import (
+    OPAQUE_SUMMARY,
+    Retention,
+    ServiceFields,
+    encode_opaque_text,
+)
 from twostroke.server.protocols.responses import exchange
 from twostroke.server.protocols.responses.body import OutputText, ResponseUsage
 from twostroke.server.protocols.responses.exchange import Exchange
@@ -119,6 +123,10 @@ class CompactEncoder(ResponsesEncoder):
         return CompactedResponse(
             id=body.id,
             created_at=body.created_at,
-            output=[CompactionOutput(new_id("cmp_"), encode_text("".join(texts).strip(), SUMMARY))],
+            output=[
+                CompactionOutput(
+                    new_id("cmp_"), encode_opaque_text("".join(texts).strip(), OPAQUE_SUMMARY)
+                )
+            ],
             usage=body.usage,
         )

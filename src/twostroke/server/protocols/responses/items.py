@@ -14,7 +14,11 @@ from twostroke.server.body.decode import convert
 from twostroke.server.body.explain import MAX_NAME_LENGTH
 from twostroke.server.body.lenient import ignored_item
 from twostroke.server.http.ignored import MAX_IGNORED, Ignored
-from twostroke.server.protocols.common.opaque_text import REASONING, SUMMARY, decode_text
+from twostroke.server.protocols.common.fields import (
+    OPAQUE_REASONING,
+    OPAQUE_SUMMARY,
+    decode_opaque_text,
+)
 from twostroke.server.protocols.common.prompts import RefusalPart, TextPart
 from twostroke.server.protocols.common.tools import arguments_text, custom_arguments
 from twostroke.server.protocols.responses.recall import find_referenced_items, missing_item_error
@@ -135,7 +139,7 @@ class Reasoning(field.TaggedObject, tag="reasoning"):
     def text(self) -> str:
         """The reasoning; empty if the item has only a summary, or content of another server."""
         text = "".join(part.text for part in self.content or ())
-        return text or decode_text(self.encrypted_content, REASONING) or ""
+        return text or decode_opaque_text(self.encrypted_content, OPAQUE_REASONING) or ""
 
 
 class Compaction(field.TaggedObject, tag="compaction"):
@@ -253,7 +257,10 @@ def read_input(
             continue
         if index in missing_indices:
             continue
-        if isinstance(item, Compaction) and decode_text(item.encrypted_content, SUMMARY) is None:
+        if (
+            isinstance(item, Compaction)
+            and decode_opaque_text(item.encrypted_content, OPAQUE_SUMMARY) is None
+        ):
             ignored.append(ignored_item(f"input[{index}]", raw["type"]))
         stored_item = referenced[index] if index in referenced else _to_stored_item(raw, item)
         if stored_item["id"] in used_ids:
@@ -325,7 +332,7 @@ def to_messages(items: Iterable[RawItem], num_earlier: int) -> list[dict[str, An
             reasoning_texts.append(item.text)
             continue
         if isinstance(item, Compaction):
-            if (summary := decode_text(item.encrypted_content, SUMMARY)) is not None:
+            if (summary := decode_opaque_text(item.encrypted_content, OPAQUE_SUMMARY)) is not None:
                 text = f"Summary of the conversation so far:\n\n{summary}"
                 messages.append({"role": "user", "content": [text]})
             continue

@@ -12,9 +12,9 @@ from twostroke.core.request import FinishReason
 from twostroke.server.generation import events
 from twostroke.server.http.errors import to_message
 from twostroke.server.http.responses import named_sse
+from twostroke.server.protocols.common.fields import OPAQUE_REASONING, encode_opaque_text
 from twostroke.server.protocols.common.listing import ENCRYPTED_REASONING
 from twostroke.server.protocols.common.logprobs import chat_logprobs
-from twostroke.server.protocols.common.opaque_text import REASONING, encode_text
 from twostroke.server.protocols.common.usage import timings_body
 from twostroke.server.protocols.responses import stream_events as sent
 from twostroke.server.protocols.responses.body import (
@@ -245,7 +245,7 @@ class ResponsesEncoder:
             case OutputReasoning():
                 item.content[0].text = block.text
                 if ENCRYPTED_REASONING in (exchange_of(self._info).request.include or ()):
-                    item.encrypted_content = encode_text(block.text, REASONING)
+                    item.encrypted_content = encode_opaque_text(block.text, OPAQUE_REASONING)
             case OutputMessage(content=[part]):
                 part.text = block.text
                 part.logprobs = self._logprobs
