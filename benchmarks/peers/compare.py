@@ -199,7 +199,7 @@ def _answers_quality(side: Side, right: Logits, parts: list[list[int]]) -> list[
     prompts = answered_prompts(parts)
     for i in range(0, len(prompts), _ASKED_TOGETHER):
         some = prompts[i : i + _ASKED_TOGETHER]
-        timing = None if side.failure else side.call("run", prompts=some, num_tokens=1, kept=0)
+        timing = None if side.failure else side.call("run", prompts=some, num_tokens=1, num_kept=0)
         if timing is None:
             return []
         answers += timing["first_tokens"]

@@ -140,7 +140,7 @@ def _run(
             [*prompt[:kept_length], *prompt[turn:], *prompt[kept_length:turn]] for prompt in job
         ]
         answer = side.call(
-            "run", prompts=prompts, num_tokens=work.num_tokens, kept=kept_length, **options
+            "run", prompts=prompts, num_tokens=work.num_tokens, num_kept=kept_length, **options
         )  # fmt: skip
         if answer is None:
             return None

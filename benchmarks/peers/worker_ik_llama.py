@@ -28,9 +28,9 @@ def main() -> None:
     args, answers = parser.parse_args(), claim_output()
 
     def run(
-        prompts: list[list[int]], num_tokens: int, kept: int, *, run_time_repack: bool
+        prompts: list[list[int]], num_tokens: int, num_kept: int, *, run_time_repack: bool
     ) -> dict[str, Any]:
-        del kept  # such rows are not asked of it
+        del num_kept  # such rows are not asked of it
         command = batched_bench_command(
             program=args.programs / PROGRAM,
             model=args.model,

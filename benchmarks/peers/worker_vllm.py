@@ -75,7 +75,7 @@ def _likeliest(llm: Any, tokens: list[int]) -> list[int]:
 
 async def _loop(
     engine: Any, ids: itertools.count[int], prompts: list[list[int]], clients: closed_loop.Loop
-) -> closed_loop.Served:
+) -> closed_loop.LoadResult:
     """Answer a closed loop of clients in this thread, a step of the engine at a time."""
     from vllm import SamplingParams
 
