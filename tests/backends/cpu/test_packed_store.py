@@ -244,36 +244,38 @@ def has_started_again(monkeypatch):
     monkeypatch.setattr(packed_store, "_BOOT_ID", boot_id)
 
 
-def test_sums_are_not_checked_twice(model, kept, expected, summed):
+def test_sums_are_not_checked_twice(model, packed_folder, expected, summed):
     for _ in range(2):
-        assert np.array_equal(start(model, kept), expected)
+        assert np.array_equal(start(model, packed_folder), expected)
     assert summed == []
 
 
 @pytest.mark.parametrize("change", [has_no_boot_id, is_partly_on_the_disk, has_started_again])
-def test_sums_are_checked_again_after(model, kept, expected, summed, monkeypatch, tmp_path, change):
+def test_sums_are_checked_again_after(
+    model, packed_folder, expected, summed, monkeypatch, tmp_path, change
+):
     monkeypatch.setenv("TWOSTROKE_CACHE", str(tmp_path))
     change(monkeypatch)
-    assert np.array_equal(start(model, kept), expected)
+    assert np.array_equal(start(model, packed_folder), expected)
     assert len(summed) == 1
 
 
 @pytest.mark.parametrize("damage", ["removed", "damaged", "another file's"])
 def test_sums_are_checked_again_if_the_record_of_the_check_is(
-    model, kept, expected, summed, damage
+    model, packed_folder, expected, summed, damage
 ):
-    (record,) = kept.glob("*.checked")
+    (record,) = packed_folder.glob("*.checked")
     if damage == "removed":
         record.unlink()
     elif damage == "damaged":
         damage_byte(record, record.stat().st_size // 2)
     else:
-        (path,) = files_in(kept)
+        (path,) = files_in(packed_folder)
         copy = path.with_name("copy")
         copy.write_bytes(path.read_bytes())
         copy.replace(path)
     for _ in range(2):
-        assert np.array_equal(start(model, kept), expected)
+        assert np.array_equal(start(model, packed_folder), expected)
     assert len(summed) == 1
 
 
