@@ -45,6 +45,8 @@ COMMANDS: Final = {
     "profile": "Show the time of each operation of a step.",
     "plan": "Predict the speed, memory and costs of a model on a device.",
     "simulate": "Simulate a load of requests on replicas, in virtual time.",
+    "bench": "Load a server, measure its answers, and audit the measurement.",
+    "bench compare": "Show what changed between two runs of bench.",
     "fleet": "Start, show and stop servers and their router on a Ray cluster.",
     "plan fleet": "Choose devices to buy, or place many models on a stock of devices.",
     "plan buy": "Compare the costs of hosting a model with the prices of APIs.",

@@ -352,23 +352,11 @@ def _show(simulation: Simulation, objectives: Objectives) -> None:
 
 
 def _answer(simulation: Simulation, objectives: Objectives) -> Iterator[str]:
+    from twostroke.lab.measure.requests import describe_rates
+
     report = simulation.report
     yield ""
-    rate = f"{report.requests_per_s:.3g} requests/s"
-    if report.offered_per_s:  # not all at once
-        rate += f" of {report.offered_per_s:.3g} that arrive"
-    if not report.requests_per_s:
-        completed, duration_s = report.num_completed, report.duration_s
-        rate = (
-            f"No request ends while others arrive ({report.offered_per_s:.3g} per second); all of "
-            f"them take {duration_s:.3g} s, {completed / duration_s:.3g} requests/s. While they "
-            "arrive"
-        )
-    yield (
-        f"{rate}, {report.output_per_s:,.0f} output and {report.input_per_s:,.0f} input tokens/s; "
-        f"{report.concurrency:,.1f} requests in progress, "
-        f"{report.output_per_user:,.1f} tokens/s each."
-    )
+    yield describe_rates(report)
     if report.is_growing:
         yield "The load is too high: the queue grows until the last request arrives."
     if objectives:

@@ -58,11 +58,11 @@ class Address(Frozen):
     netloc: bytes
 
     @classmethod
-    def of(cls, url: str) -> Address:
-        """Parse the URL of a replica.
+    def of(cls, url: str, field: str = "replicas") -> Address:
+        """Parse the URL of a server.
 
         Raises:
-            UsageError: the text is not the URL of a server.
+            UsageError: the text is not the URL of a server; the error names the option `field`.
         """
         reason = "must be a URL such as http://host:8000, without a password, got {value}."
         shown_url = repr(masked_url(url))
@@ -72,12 +72,12 @@ class Address(Frozen):
             netloc = parts.netloc.lower()
             host_header = netloc.encode("ascii" if netloc.isascii() else "idna")
         except ValueError:
-            raise UsageError(reason, field="replicas", value=shown_url) from None
+            raise UsageError(reason, field=field, value=shown_url) from None
         is_plain = not (parts.query or parts.fragment or parts.username or parts.password)
         has_host = parts.hostname is not None and is_host_name(parts.hostname)
         has_host &= not netloc.endswith(":")  # the URL was http:/host:8000
         if parts.scheme not in {"http", "https"} or not has_host or not is_plain:
-            raise UsageError(reason, field="replicas", value=shown_url)
+            raise UsageError(reason, field=field, value=shown_url)
         path = parts.path.rstrip("/").removesuffix("/v1")
         return cls(
             url=f"{parts.scheme}://{netloc}{path}",

@@ -23,7 +23,7 @@ _WARM_UP_SHARE: Final = 0.1  # of the time in which requests arrive; rates leave
 _MIN_GROWTH_RATIO: Final = 2.0
 _MIN_ENDED_SHARE: Final = 0.9
 _MIN_ARRIVALS: Final = 20  # fewer arrivals are not enough to detect growth
-_MIN_P99_SAMPLES: Final = 500
+MIN_P99_SAMPLES: Final = 500
 
 
 class RequestLog(Frozen):
@@ -147,10 +147,10 @@ def make_report(logs: Sequence[RequestLog], objectives: Objectives) -> RunReport
     """Return the latencies and rates of a run of at least one request."""
     completed = [log for log in logs if log.outcome == COMPLETED]
     scheduled = np.array([log.timings.arrival_s for log in logs])
-    first_s, last_s = float(scheduled.min()), float(scheduled.max())
-    ended_s = max([last_s, *(log.timings.last_token_s for log in completed)])
-    begin_s = first_s + _WARM_UP_SHARE * (last_s - first_s)
-    window = _Window(completed, begin_s, last_s if last_s > begin_s else ended_s)
+    first_s = float(scheduled.min())
+    ended_s = max([float(scheduled.max()), *(log.timings.last_token_s for log in completed)])
+    begin_s, end_s = steady_window(logs)
+    window = _Window(completed, begin_s, end_s)
     arrivals = scheduled[(scheduled > begin_s) & (scheduled <= window.end_s)]
     offered_per_s = len(arrivals) / window.seconds
     good = [log for log in logs if objectives.are_met(log)] if objectives else None
@@ -178,6 +178,21 @@ def make_report(logs: Sequence[RequestLog], objectives: Objectives) -> RunReport
     )
 
 
+def steady_window(logs: Sequence[RequestLog]) -> tuple[float, float]:
+    """Return the begin and the end of the time in which rates are counted.
+
+    The ramp, one tenth of the time in which requests arrive, and the drain after the last arrival
+    are left out. If all requests arrive at the same time, the window ends with the last answer.
+    """
+    first_s = min(log.timings.arrival_s for log in logs)
+    last_s = max(log.timings.arrival_s for log in logs)
+    begin_s = first_s + _WARM_UP_SHARE * (last_s - first_s)
+    if last_s > begin_s:
+        return begin_s, last_s
+    ends_s = [log.timings.last_token_s for log in logs if log.outcome == COMPLETED]
+    return begin_s, max([last_s, *ends_s])
+
+
 def latency_rows(report: RunReport) -> list[tuple[str, ...]]:
     """Return the rows of a table of a run's latencies in milliseconds, with its headings."""
     rows = [("", "MEAN MS", *(f"P{number}" for number in PERCENTILES))]
@@ -186,6 +201,28 @@ def latency_rows(report: RunReport) -> list[tuple[str, ...]]:
         cells = ["–" if p is None else format_ms(p.value) for p in percentiles]
         rows.append((name.upper(), format_ms(latency.mean), *cells))
     return rows
+
+
+def describe_rates(report: RunReport, *, is_open: bool = True) -> str:
+    """Return a sentence with a run's rates of requests and tokens.
+
+    A closed loop (not `is_open`) has no rate of arrivals.
+    """
+    rate = f"{report.requests_per_s:.3g} requests/s"
+    if report.offered_per_s and is_open:  # not all at once
+        rate += f" of {report.offered_per_s:.3g} that arrive"
+    if not report.requests_per_s:
+        completed, duration_s = report.num_completed, report.duration_s
+        rate = (
+            f"No request ends while others arrive ({report.offered_per_s:.3g} per second); all of "
+            f"them take {duration_s:.3g} s, {completed / duration_s:.3g} requests/s. While they "
+            "arrive"
+        )
+    return (
+        f"{rate}, {report.output_per_s:,.0f} output and {report.input_per_s:,.0f} input tokens/s; "
+        f"{report.concurrency:,.1f} requests in progress, "
+        f"{report.output_per_user:,.1f} tokens/s each."
+    )
 
 
 class _Window:
@@ -251,7 +288,7 @@ def _latencies(logs: Sequence[RequestLog]) -> dict[str, LatencyStatistics]:
 def _latency(ordered: np.ndarray) -> LatencyStatistics:
     percentiles = {}
     for number in PERCENTILES:
-        if number < 99 or len(ordered) >= _MIN_P99_SAMPLES:
+        if number < 99 or len(ordered) >= MIN_P99_SAMPLES:
             percentiles[f"p{number}"] = _percentile(ordered, number / 100)
     return LatencyStatistics(len(ordered), float(ordered.mean()), percentiles)
 

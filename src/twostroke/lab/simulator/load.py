@@ -87,6 +87,10 @@ class Workload(Frozen):
         arrivals = tuple(_scaled(arrival, speed, scale) for arrival in self.arrivals)
         return Workload(self.name, arrivals)
 
+    def named(self, name: str) -> Workload:
+        """Return the same workload with another name."""
+        return Workload(name, self.arrivals)
+
     def first(self, count: int | None) -> Workload:
         """Return a workload of the first `count` requests; of all requests if `count` is None."""
         return self if count is None else Workload(self.name, self.arrivals[:count])

@@ -1,0 +1,1 @@
+"""Loads an OpenAI-compatible endpoint, measures its answers, and audits the measurement."""

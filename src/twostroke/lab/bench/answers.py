@@ -1,0 +1,273 @@
+"""Streamed answers: reads their events as they arrive, and keeps the time of each chunk."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from msgspec import Struct
+
+from twostroke.core.frozen import Frozen
+from twostroke.engine.output import Timings
+from twostroke.lab.measure.requests import COMPLETED, FAILED, REFUSED, RequestLog
+
+if TYPE_CHECKING:
+    from twostroke.fleet.router.response import Head
+    from twostroke.lab.bench.requests_to_send import PlannedRequest
+
+_MAX_ERROR_BYTES: Final = 1 << 16
+_MAX_MESSAGE_CHARS: Final = 300
+_MAX_LINE_BYTES: Final = 1 << 24
+INCOMPLETE: Final = "incomplete stream"
+EMPTY: Final = "empty answer"
+NO_STREAM: Final = "no stream"
+
+
+class MeasuredAnswer(Frozen):
+    """One request of a run, as the client saw it; times are in seconds since the run's start.
+
+    Attributes:
+        log: the times and counts from which latencies follow.
+        number: the number of the request in its load.
+        ended_s: when the last byte of the response came.
+        wanted_prompt: tokens that the prompt should have; 0 if unknown.
+        max_output: the limit of the answer's tokens that was sent; 0 for none.
+        first_reasoning_s, first_content_s: times of the first token of each kind; None without.
+        chunk_times_s: when each chunk with tokens came.
+        chunk_tokens: tokens of each chunk by the server's own running count; empty if unknown.
+        has_usage: whether the server reported its counts of tokens.
+        finish_reason: as the server reported it.
+        failure: why the request failed, in few words; empty if it is completed.
+        message: the error's text.
+        text: the answer; kept for a few requests only, to check counts of tokens.
+    """
+
+    log: RequestLog
+    number: int
+    ended_s: float = 0.0
+    wanted_prompt: int = 0
+    max_output: int = 0
+    first_reasoning_s: float | None = None
+    first_content_s: float | None = None
+    chunk_times_s: tuple[float, ...] = ()
+    chunk_tokens: tuple[int, ...] = ()
+    has_usage: bool = False
+    finish_reason: str = ""
+    failure: str = ""
+    message: str = ""
+    text: str = ""
+
+    @property
+    def is_completed(self) -> bool:
+        """Whether the whole answer came."""
+        return self.log.outcome == COMPLETED
+
+    @property
+    def tokens_by_chunk(self) -> tuple[float, ...]:
+        """The tokens of each chunk; if the server does not count them, an equal share."""
+        if self.chunk_tokens:
+            return self.chunk_tokens
+        count = len(self.chunk_times_s)
+        return (self.log.num_output / count,) * count if count else ()
+
+
+class _PromptDetails(Struct):
+    cached_tokens: int | None = None
+
+
+class _ChunkUsage(Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _ChunkDelta(Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: Any = None
+
+
+class _ChunkChoice(Struct):
+    delta: _ChunkDelta | None = None
+    text: str | None = None
+    finish_reason: str | None = None
+
+
+class _AnswerChunk(Struct):
+    """The fields of a chunk of Chat Completions or Completions that a measurement needs."""
+
+    choices: list[_ChunkChoice] = []
+    usage: _ChunkUsage | None = None
+    error: Any = None
+
+
+_chunk_decoder = msgspec.json.Decoder(_AnswerChunk)
+
+
+class ReceivedAnswer:
+    """Receives one streamed answer.
+
+    Attributes:
+        chunk_times_s, chunk_tokens: of chunks with tokens; the counts are the server's.
+        last_s: when the last byte came.
+    """
+
+    def __init__(self, *, keeps_text: bool) -> None:
+        """Create a receiver; with `keeps_text` it keeps the answer's text."""
+        self.chunk_times_s: list[float] = []
+        self.chunk_tokens: list[int] = []
+        self.first_reasoning_s: float | None = None
+        self.first_content_s: float | None = None
+        self.last_s = 0.0
+        self.status = 0
+        self._texts: list[str] | None = [] if keeps_text else None
+        self._is_stream = False
+        self._held_data = b""  # an incomplete line, or the body of an error
+        self._num_counted = 0  # tokens in the server's running count
+        self._usage: _ChunkUsage | None = None
+        self._finish_reason = ""
+        self._is_done = False
+        self._failure = ""
+        self._message = ""
+
+    def begin(self, head: Head) -> None:
+        """Take the status and the kind of the response."""
+        self.status = head.status
+        self._is_stream = head.status == 200 and b"event-stream" in head.media_type
+
+    def take(self, data: bytes, at_s: float) -> None:
+        """Read the events in a part of the stream, which came at `at_s`."""
+        self.last_s = at_s
+        if not self._is_stream:
+            if len(self._held_data) < _MAX_ERROR_BYTES:
+                self._held_data += data
+            return
+        *lines, self._held_data = (self._held_data + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._take_event(line[5:].strip(), at_s)
+        if len(self._held_data) > _MAX_LINE_BYTES:
+            self._failure, self._held_data = "invalid event", b""
+
+    def measured(
+        self, planned: PlannedRequest, *, scheduled_s: float, sent_s: float, failure: str = ""
+    ) -> MeasuredAnswer:
+        """Return the measured answer; `failure` says why the response is not whole, if so."""
+        failure = failure or self._fault()
+        usage = self._usage or _ChunkUsage()
+        details = usage.prompt_tokens_details or _PromptDetails()
+        num_output = usage.completion_tokens
+        if num_output is None:
+            num_output = self._num_counted or len(self.chunk_times_s)
+        times_s = self.chunk_times_s
+        is_refused = bool(self.status) and self.status != 200
+        timings = Timings(
+            arrival_s=scheduled_s,
+            started_s=0.0,
+            first_token_s=times_s[0] if times_s else 0.0,
+            last_token_s=times_s[-1] if times_s else 0.0,
+        )
+        log = RequestLog(
+            timings=timings,
+            sent_s=sent_s,
+            num_prompt=usage.prompt_tokens or planned.num_prompt or 1,
+            num_output=num_output,
+            num_cached=details.cached_tokens or 0,
+            outcome=REFUSED if is_refused else FAILED if failure else COMPLETED,
+        )
+        is_counted = len(self.chunk_tokens) == len(times_s) and self._num_counted == num_output
+        return MeasuredAnswer(
+            log=log,
+            number=planned.number,
+            ended_s=self.last_s,
+            wanted_prompt=planned.num_prompt,
+            max_output=planned.num_output,
+            first_reasoning_s=self.first_reasoning_s,
+            first_content_s=self.first_content_s,
+            chunk_times_s=tuple(times_s),
+            chunk_tokens=tuple(self.chunk_tokens) if is_counted else (),
+            has_usage=usage.completion_tokens is not None,
+            finish_reason=self._finish_reason,
+            failure=failure,
+            message=self.message if failure else "",
+            text="".join(self._texts or ()),
+        )
+
+    @property
+    def message(self) -> str:
+        """The text of the error that the server reported; empty if there is none."""
+        text = self._message or error_message(self._held_data)
+        return text[:_MAX_MESSAGE_CHARS]
+
+    def _fault(self) -> str:
+        """Return why a response that came to its end is no answer; empty if it is one."""
+        if self.status != 200:
+            return f"HTTP {self.status}"
+        if not self._is_stream:
+            return NO_STREAM
+        if self._failure:
+            return self._failure
+        if not self._is_done and not self._finish_reason:
+            return INCOMPLETE
+        return "" if self.chunk_times_s else EMPTY
+
+    def _take_event(self, data: bytes, at_s: float) -> None:
+        if data == b"[DONE]":
+            self._is_done = True
+            return
+        try:
+            chunk = _chunk_decoder.decode(data)
+        except msgspec.MsgspecError:
+            self._failure = self._failure or "invalid event"
+            return
+        if chunk.error is not None:
+            self._failure, self._message = "error in the stream", _text_of(chunk.error)
+        num_new = 0
+        if chunk.usage is not None:
+            self._usage = chunk.usage
+            count = chunk.usage.completion_tokens or 0
+            num_new, self._num_counted = count - self._num_counted, max(count, self._num_counted)
+        if not chunk.choices:
+            return
+        choice = chunk.choices[0]
+        if choice.finish_reason:
+            self._finish_reason = choice.finish_reason
+        # A server that reports its count only at the end adds it to a chunk without text.
+        has_running_count = len(self.chunk_tokens) == len(self.chunk_times_s)
+        if self._take_text(choice, at_s) or (num_new > 0 and has_running_count):
+            self.chunk_times_s.append(at_s)
+            if num_new > 0:
+                self.chunk_tokens.append(num_new)
+
+    def _take_text(self, choice: _ChunkChoice, at_s: float) -> bool:
+        """Return whether a choice has text, reasoning or a part of a tool call."""
+        delta = choice.delta
+        if delta is None:
+            reasoning, content = None, choice.text
+        else:
+            reasoning, content = delta.reasoning_content or delta.reasoning, delta.content
+        has_calls = delta is not None and bool(delta.tool_calls)
+        if reasoning and self.first_reasoning_s is None:
+            self.first_reasoning_s = at_s
+        if (content or has_calls) and self.first_content_s is None:
+            self.first_content_s = at_s
+        if self._texts is not None:
+            self._texts.append((reasoning or "") + (content or ""))
+        return bool(reasoning or content or has_calls)
+
+
+def error_message(body: bytes) -> str:
+    """Return the sentence of an error in the form of OpenAI, or the beginning of another body."""
+    try:
+        fields = msgspec.json.decode(body)
+    except msgspec.MsgspecError:
+        return " ".join(body[:_MAX_MESSAGE_CHARS].decode(errors="replace").split())
+    error = fields.get("error", fields) if isinstance(fields, dict) else fields
+    return _text_of(error)
+
+
+def _text_of(error: object) -> str:
+    if isinstance(error, dict):
+        error = error.get("message") or error.get("detail") or error
+    return " ".join(str(error).split())[:_MAX_MESSAGE_CHARS]

@@ -1,0 +1,80 @@
+"""Bootstrap intervals: how much a figure would differ if the same run were repeated.
+
+Whole requests are drawn again, because the gaps between the chunks of one answer are not
+independent of each other.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_MAX_RESAMPLES: Final = 400
+_MIN_RESAMPLES: Final = 100
+_MAX_DRAWN_VALUES: Final = 40_000_000  # limits the time to some seconds
+_SEED: Final = 0
+
+
+class PooledValues:
+    """Values of a run, such as latencies: one of each request, or several."""
+
+    def __init__(self, values: Sequence[float], owners: Sequence[int] | None = None) -> None:
+        """Pool values; `owners` has the number of the request of each; by default one each."""
+        pooled = np.asarray(values, np.float64)
+        requests = np.arange(len(pooled)) if owners is None else np.asarray(owners)
+        _, requests = np.unique(requests, return_inverse=True)
+        order = np.argsort(pooled, kind="stable")
+        self.ordered = pooled[order]  # (values,)
+        self._owners = requests[order]  # (values,): numbers from 0 on
+        self._num_owners = int(requests.max()) + 1 if len(pooled) else 0
+
+    def __len__(self) -> int:
+        """Return the number of values."""
+        return len(self.ordered)
+
+    @property
+    def mean(self) -> float:
+        """The mean of all values."""
+        return float(self.ordered.mean())
+
+    def quantiles(self, shares: Sequence[float]) -> np.ndarray:
+        """Return the quantiles of the values: (shares,)."""
+        quantiles: np.ndarray = np.quantile(self.ordered, shares)
+        return quantiles
+
+    def resampled(self, shares: Sequence[float]) -> np.ndarray:
+        """Return quantiles of resampled runs: (resamples, shares).
+
+        The requests of each are drawn with replacement, from the same seed each time.
+        """
+        rng = np.random.default_rng(_SEED)
+        count = self._num_owners
+        num_resamples = _MAX_DRAWN_VALUES // max(len(self.ordered), 1)
+        num_resamples = min(max(num_resamples, _MIN_RESAMPLES), _MAX_RESAMPLES)
+        rows = np.empty((num_resamples, len(shares)))
+        for row in rows:
+            draws = np.bincount(rng.integers(0, count, count), minlength=count)
+            weights = np.cumsum(draws[self._owners])
+            ranks = np.searchsorted(weights, np.asarray(shares) * weights[-1])
+            row[:] = self.ordered[np.minimum(ranks, len(self.ordered) - 1)]
+        return rows
+
+
+def interval(resampled: np.ndarray, level: float) -> tuple[float, float]:
+    """Return the interval that has the middle `level` of resampled figures."""
+    low, high = np.quantile(resampled, ((1 - level) / 2, (1 + level) / 2))
+    return float(low), float(high)
+
+
+def difference_interval(
+    before: PooledValues, after: PooledValues, share: float, level: float
+) -> tuple[float, float]:
+    """Return the interval of the difference of a quantile between two independent runs."""
+    first, second = before.resampled((share,))[:, 0], after.resampled((share,))[:, 0]
+    rng = np.random.default_rng(_SEED + 1)
+    shuffled = rng.permutation(np.resize(second, len(first)))
+    return interval(shuffled - first, level)
