@@ -11,12 +11,12 @@ result any more, and long loops in the thread call `check_not_cancelled`, which 
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Iterator
 
 _thread = threading.local()
@@ -59,6 +59,8 @@ async def wait_until_set(event: asyncio.Event, timeout_s: float | None) -> bool:
     event is set, `asyncio.CancelledError` is raised; `asyncio.wait_for` of Python 3.11 would lose
     the cancellation and return.
     """
+    import asyncio  # slow: programs without an event loop do not need it
+
     with suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             await event.wait()

@@ -8,6 +8,7 @@ and the time, or the id of a session. With `--stable-prefix` these lines are rem
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.core.frozen import Frozen
@@ -76,12 +77,12 @@ class _Lines(Frozen):
     Attributes:
         encoding: the encoding of the text; empty for `str`.
         breaks: the texts after which a line begins.
-        pattern: matches a changing line from its start.
+        pattern: returns the expression that matches a changing line from its start.
     """
 
     encoding: str
     breaks: tuple[Any, ...]
-    pattern: re.Pattern[Any]
+    pattern: Callable[[], re.Pattern[Any]]
 
     def spans(self, text: Any) -> Iterator[tuple[int, int, str]]:
         """Yield the offset, the end and the kind of each changing line in a text."""
@@ -91,7 +92,7 @@ class _Lines(Frozen):
             while offset >= 0:
                 end = offset + 1
                 for start in self._starts(text, offset):
-                    match = self.pattern.match(text, start)
+                    match = self.pattern().match(text, start)
                     if match is not None:
                         yield start, match.end(), next(kind for kind in KINDS if match[kind])
                         end = max(end, match.end())
@@ -119,13 +120,19 @@ class _Lines(Frozen):
         return text[:0].join([*parts, text[done:]]) if done else text
 
 
-_TEXT: Final = _Lines("", ("\n",), re.compile(_line_pattern(r"[^\n]", r"(?:\n|\Z)"), re.IGNORECASE))
-# In JSON, line breaks are escapes, and a quotation mark ends a text.
-_JSON: Final = _Lines(
-    "ascii",
-    (b"\\n", b'"'),
-    re.compile(_line_pattern(r'[^"\\]', r'(?:\\n|(?="))').encode(), re.IGNORECASE),
-)
+@cache  # most processes never need the expressions, whose compilation takes some milliseconds
+def _text_pattern() -> re.Pattern[str]:
+    return re.compile(_line_pattern(r"[^\n]", r"(?:\n|\Z)"), re.IGNORECASE)
+
+
+@cache
+def _json_pattern() -> re.Pattern[bytes]:
+    """Return the expression for JSON: line breaks are escapes, a quotation mark ends a text."""
+    return re.compile(_line_pattern(r'[^"\\]', r'(?:\\n|(?="))').encode(), re.IGNORECASE)
+
+
+_TEXT: Final = _Lines("", ("\n",), _text_pattern)
+_JSON: Final = _Lines("ascii", (b"\\n", b'"'), _json_pattern)
 
 
 def without_changing_lines(messages: Sequence[Message]) -> tuple[list[Message], tuple[str, ...]]:

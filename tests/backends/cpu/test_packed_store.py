@@ -8,6 +8,7 @@ import fcntl
 import logging
 import mmap
 import os
+import platform
 import random
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 
 from support.cpu import PAGE_SIZE, tiny_model
 from support.native import native_dir
-from twostroke.backends.cpu import CpuBackend, packed_store
+from twostroke.backends.cpu import CpuBackend, mapped_file, packed_store
 from twostroke.backends.cpu.mapped_file import Mapping, map_file
 from twostroke.backends.cpu.packed_store import MappedWeights, PackedStore
 
@@ -235,7 +236,7 @@ def has_no_boot_id(monkeypatch):
 
 
 def is_partly_on_the_disk(monkeypatch):
-    monkeypatch.setattr(Mapping, "is_in_memory", lambda _: False)
+    monkeypatch.setattr(mapped_file, "_is_in_memory", lambda *_: False)
 
 
 def has_started_again(monkeypatch):
@@ -244,6 +245,12 @@ def has_started_again(monkeypatch):
     monkeypatch.setattr(packed_store, "_BOOT_ID", boot_id)
 
 
+needs_cachestat = pytest.mark.skipif(
+    tuple(map(int, platform.release().split(".")[:2])) < (6, 5), reason="needs Linux 6.5"
+)
+
+
+@needs_cachestat
 def test_sums_are_not_checked_twice(model, packed_folder, expected, summed):
     for _ in range(2):
         assert np.array_equal(start(model, packed_folder), expected)
@@ -260,6 +267,7 @@ def test_sums_are_checked_again_after(
     assert len(summed) == 1
 
 
+@needs_cachestat
 @pytest.mark.parametrize("damage", ["removed", "damaged", "another file's"])
 def test_sums_are_checked_again_if_the_record_of_the_check_is(
     model, packed_folder, expected, summed, damage
@@ -279,11 +287,12 @@ def test_sums_are_checked_again_if_the_record_of_the_check_is(
     assert len(summed) == 1
 
 
+@needs_cachestat
 def test_pages_of_a_written_file_are_in_memory(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(bytes(5 * mmap.PAGESIZE + 1))
     mapping = map_file(path, 5 * mmap.PAGESIZE + 1)
-    assert mapping.is_in_memory()
+    assert mapping.is_in_memory
     mapping.populate()
     assert not mapping.array().any()
     mapping.close()

@@ -45,7 +45,7 @@ _BLOCK_BYTES: Final = 1 << 20
 _WRITE_BYTES: Final = 1 << 24
 _TRAILER: Final = struct.Struct("<8s32s")
 _MAGIC: Final = b"TSPACKED"
-_CLOSE_WAIT_S: Final = 3.0
+MIN_CLOSE_WAIT_S: Final = 3.0  # for a file that is being written
 _MAX_THREADS: Final = 8
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _logger = logging.getLogger("twostroke.engine")
@@ -161,7 +161,7 @@ class PackedStore:
             return False
         record_path = _record_of(path)
         was_checked = record is not None and record == CheckRecord.read(record_path)
-        if not was_checked or not mapping.is_in_memory():
+        if not was_checked or not mapping.is_in_memory:
             if not _equals_sums(file, num_bytes):
                 return False
             if record is not None:
@@ -294,7 +294,7 @@ class PackedWriter:
         mapped, self._mapped = self._mapped, None
         return mapped
 
-    def close(self, wait_s: float = _CLOSE_WAIT_S) -> None:
+    def close(self, wait_s: float = MIN_CLOSE_WAIT_S) -> None:
         """Wait up to `wait_s` seconds for the file, then give it up; the memory is free after."""
         self._thread.join(wait_s)
         self._is_cancelled.set()

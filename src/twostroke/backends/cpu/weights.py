@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from twostroke.backends.cpu.packed_store import MIN_CLOSE_WAIT_S
 from twostroke.backends.cpu.records import WeightRecord
 from twostroke.core.errors import BackendError, MemoryLimitError
 from twostroke.model.weights import weights_identity
@@ -67,6 +69,7 @@ class PackedWeights:
         self.num_bytes = self._size + sum(values.nbytes for values in self.vectors.values())
         self._store = store
         self._writer: PackedWriter | None = None
+        self._packing_s = 0.0
         self._path = self._stored_path() if store else None
         self._mapped: MappedWeights | None = None
         self._memory: int | None = None
@@ -106,6 +109,7 @@ class PackedWeights:
             if progress is not None:
                 progress(total, total)
             return
+        start_s = time.monotonic()
         done = released = 0
         packed: list[QuantTensor] = []
         for tensor, record in zip(self._tensors.values(), self.records.values(), strict=True):
@@ -127,6 +131,7 @@ class PackedWeights:
                 progress(done, total)
         self._tensors = {}
         self.is_ready = True
+        self._packing_s = time.monotonic() - start_s
         if self._store is not None and self._path is not None and self._memory is not None:
             self._writer = self._store.write_later(self._path, self._memory, self._size)
 
@@ -148,9 +153,12 @@ class PackedWeights:
         self._mapped = mapped
 
     def close(self) -> None:
-        """Free the memory of the packed weights; may be called twice."""
+        """Free the memory of the packed weights; may be called twice.
+
+        A file that is being written may take as long as the packing, which it saves later starts.
+        """
         if self._writer is not None:
-            self._writer.close()
+            self._writer.close(max(MIN_CLOSE_WAIT_S, self._packing_s))
             self._writer = None
         if self._memory is not None:
             self._library.ts_unmap_memory(self._memory, self._size)

@@ -6,13 +6,13 @@ import re
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
-import jsonschema_rs
-
 from twostroke.core.frozen import Frozen
 from twostroke.engine.structured_output.schema.automata import without_look_around
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import jsonschema_rs
 
 _SPACES: Final = (
     r"\t\n\x0b\x0c\r \x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}"
@@ -323,6 +323,8 @@ def _whole_alternative(pattern: str) -> str:
 
 @lru_cache(_MAX_CACHED_MATCHERS)
 def _matcher(source: str) -> jsonschema_rs.Validator | None:
+    import jsonschema_rs  # slow: most processes match no patterns
+
     try:
         return jsonschema_rs.validator_for(
             {"pattern": source}, pattern_options=jsonschema_rs.RegexOptions()
