@@ -14,7 +14,7 @@ using ts::WeightType;
 namespace {
 
 // Raised whenever a struct or a function that crosses this interface changes.
-constexpr int32_t kInterfaceVersion = 35;
+constexpr int32_t kInterfaceVersion = 36;
 
 }  // namespace
 

@@ -40,6 +40,7 @@ class Mixture {
   void run() {
     choose();
     num_places_ = groups_.make(op_, chosen_, num_rows_, num_generated_);
+    if (op_.shares == Shares::OfInputs) find_scales();
     const int64_t stride = worker_.stride(op_.x);
     const float* x = worker_.buffer(op_.x) + first_row_ * stride;
     prepare(kGate, kUp, op_.width,
@@ -90,6 +91,22 @@ class Mixture {
     if (!alone) worker_.meet();
     chosen_ = chosen;
     shares_ = shares;
+  }
+
+  /// Finds by what the rows of all places are multiplied.
+  void find_scales() {
+    groups_.scale_at.resize(static_cast<size_t>(num_places_));
+    groups_.ones.assign(static_cast<size_t>(op_.num_used), 1.0F);
+    for (int64_t pair = 0; pair < num_pairs_; ++pair) {
+      const int32_t place = groups_.place_of[static_cast<size_t>(pair)];
+      if (place != kNone) groups_.scale_at[static_cast<size_t>(place)] = shares_[pair];
+    }
+  }
+
+  /// The factors of the panel's rows, or null.
+  const float* scales(const ExpertPanel& panel) const {
+    if (op_.shares != Shares::OfInputs) return nullptr;
+    return groups_.scale_at.data() + panel.group->begin + panel.begin;
   }
 
   /// Whether two weights meet the same prepared rows.
@@ -181,10 +198,11 @@ class Mixture {
     const int64_t num_slots = num_groups(ffn_width_);
     const auto body = [&](const ExpertPanel& panel, int64_t begin, int64_t end) {
       float* out = worker_.plan.mixed.floats() + (panel.group->begin + panel.begin) * ffn_width_;
-      multiply_gated(worker_, op_.activation, factor(panel, kGate, 0, op_.width),
-                     factor(panel, kUp, 1, op_.width),
-                     {bias(panel.group->expert, kGate), bias(panel.group->expert, kUp)}, begin, end,
-                     out, ffn_width_);
+      multiply_gated(
+          worker_, op_.activation, factor(panel, kGate, 0, op_.width),
+          factor(panel, kUp, 1, op_.width),
+          {scales(panel), bias(panel.group->expert, kGate), bias(panel.group->expert, kUp)}, begin,
+          end, out, ffn_width_);
     };
     const auto num_panels = static_cast<int64_t>(groups_.panels.size());
     if (num_panels == 0) return;
@@ -245,8 +263,10 @@ class Mixture {
       float* out = worker_.buffer(target) + (first_row_ + row) * worker_.stride(target) + first;
       const int32_t* places = groups_.place_of.data() + pair;
       if (op_.kind == OpKind::Experts) {
-        weighted_sum(products, width, places, shares_ + pair, op_.num_used, width,
-                     op_.accumulate != 0, out);
+        const float* weights =
+            op_.shares == Shares::OfInputs ? groups_.ones.data() : shares_ + pair;
+        weighted_sum(products, width, places, weights, op_.num_used, width, op_.accumulate != 0,
+                     out);
         continue;
       }
       for (int64_t i = 0; i < op_.num_used; ++i) {
@@ -358,6 +378,8 @@ void ExpertGroups::reserve(int64_t num_pairs, int64_t num_experts) {
   place_of.reserve(pairs);
   chosen.reserve(pairs);
   shares.reserve(pairs);
+  scale_at.reserve(pairs);
+  ones.reserve(pairs);
   next_.reserve(static_cast<size_t>(2 * num_experts));
 }
 
@@ -376,6 +398,7 @@ void run_sum_terms(Worker& worker, const OpRecord& op) {
   for (int64_t row = worker.rows_begin(); row < worker.rows_end(); ++row) {
     choose_experts(worker.buffer(op.y) + row * worker.stride(op.y), op.num_experts, op.num_used,
                    op.shares, memory.chosen.data(), memory.shares.data());
+    if (op.shares == Shares::OfInputs) std::fill(memory.shares.begin(), memory.shares.end(), 1.0F);
     weighted_sum(worker.buffer(op.x) + row * worker.stride(op.x), output.width,
                  memory.place_of.data(), memory.shares.data(), op.num_used, output.width,
                  op.accumulate != 0,

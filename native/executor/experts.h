@@ -57,6 +57,8 @@ struct ExpertGroups {
   std::vector<ExpertPanel> panels;
   std::vector<int32_t> chosen;  // what `make` was given, where a thread chooses for itself
   std::vector<float> shares;
+  std::vector<float> scale_at;  // for each place, if shares multiply what experts read
+  std::vector<float> ones;      // their weights in the sum, for each choice of a row
 
  private:
   std::vector<int64_t> next_;  // for each (kind, expert): the next free place

@@ -16,7 +16,7 @@ struct PieceShape {
   int64_t num_heads;  // query heads
   int64_t num_kv_heads;
   int64_t head_dim;
-  int64_t window;
+  Window window;
   int64_t num_places;
   int64_t first_head;  // this member merges the query heads from here on
   int64_t end_head;

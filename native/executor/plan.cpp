@@ -116,7 +116,7 @@ Plan::Plan(Pool& team, const PlanRecord& record)
   for (int32_t i = 0; i < record.num_ropes; ++i) {
     const RopeRecord& rope = record.ropes[i];
     ropes.emplace_back(rope.inverse_frequencies, rope.num_pairs, rope.is_interleaved != 0,
-                       rope.magnitude, rope.head_dim);
+                       rope.magnitude, rope.temperature, rope.head_dim);
   }
   for (int32_t i = 0; i < record.num_memories; ++i) {
     const MemoryRecord& memory = record.memories[i];
@@ -161,7 +161,7 @@ void Plan::lay_out_pages(const PlanRecord& record) {
     if (op.kind != OpKind::Attention && op.kind != OpKind::Pieces) continue;
     const int32_t group = group_of[static_cast<size_t>(op.layer)];
     int64_t& window = group_windows[static_cast<size_t>(group)];
-    window = std::max(window, window_of(op));
+    window = std::max(window, window_of(op).size);
   }
   if (layers.empty() || num_pages == 0) return;
   const int64_t page_stride = *std::max_element(sizes.begin(), sizes.end());
@@ -193,7 +193,7 @@ int32_t Plan::schedule_for(const OpRecord& op, bool is_late_one) {
   if (op.kind != OpKind::Attention) return kNone;
   const LayerPages& pages = layers[static_cast<size_t>(op.layer)];
   const int64_t group = op.group;
-  const int64_t window = window_of(op);
+  const Window window = window_of(op);
   for (size_t i = 0; i < schedules.size(); ++i) {
     const bool is_alike = is_late[i] == is_late_one && schedules[i].fits(group, window, pages);
     if (is_alike) return static_cast<int32_t>(i);

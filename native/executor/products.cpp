@@ -284,8 +284,19 @@ void add_bias(const float* bias, int64_t first, int64_t num_rows, int64_t width,
   }
 }
 
+namespace {
+
+void scale_rows(const float* scales, int64_t num_rows, int64_t width, float* products) {
+  if (scales == nullptr) return;
+  for (int64_t i = 0; i < num_rows; ++i) {
+    scale_row(products + i * width, scales[i], width, products + i * width);
+  }
+}
+
+}  // namespace
+
 void multiply_gated(Worker& worker, Activation activation, const Factor& gate, const Factor& up,
-                    const GatedBiases& biases, int64_t group_begin, int64_t group_end, float* out,
+                    const GatedChanges& changes, int64_t group_begin, int64_t group_end, float* out,
                     int64_t stride) {
   const int64_t num_rows = gate.num_rows;
   const bool is_own_gate = &gate.weight == &up.weight;
@@ -299,10 +310,12 @@ void multiply_gated(Worker& worker, Activation activation, const Factor& gate, c
     float* gates = worker.memory.gated.floats();
     float* ups = is_own_gate ? gates : gates + floats;
     multiply(gate, begin, end, gates - first, width, false);
-    add_bias(biases.gate, first, num_rows, width, gates);
+    scale_rows(changes.scales, num_rows, width, gates);
+    add_bias(changes.gate_bias, first, num_rows, width, gates);
     if (!is_own_gate) {
       multiply(up, begin, end, ups - first, width, false);
-      add_bias(biases.up, first, num_rows, width, ups);
+      scale_rows(changes.scales, num_rows, width, ups);
+      add_bias(changes.up_bias, first, num_rows, width, ups);
     }
     for (int64_t i = 0; i < num_rows; ++i) {
       gate_activation(activation, gates + i * width, ups + i * width, width,
@@ -369,8 +382,8 @@ void run_gated(Worker& worker, size_t index) {
     const int64_t row = input.runs[panel.run].begin + panel.begin;
     const int64_t stride = worker.stride(output.buffer);
     multiply_gated(worker, input.op.activation, factor(worker, input, prepared, panel, 0),
-                   factor(worker, input, prepared, panel, 1), {nullptr, nullptr}, slot_begin,
-                   slot_end, worker.buffer(output.buffer) + row * stride, stride);
+                   factor(worker, input, prepared, panel, 1), {}, slot_begin, slot_end,
+                   worker.buffer(output.buffer) + row * stride, stride);
   };
   share_products(worker, input, input.facts.first_slot[1], body);
   worker.finish();

@@ -38,16 +38,18 @@ void multiply(const Factor& factor, int64_t group_begin, int64_t group_end, floa
 /// Bytes of a thread's `gated` memory that the next function needs.
 constexpr int64_t kGatedBytes = 256 << 10;
 
-/// Biases of outputs, or null.
-struct GatedBiases {
-  const float* gate;
-  const float* up;
+/// What becomes of the products before they are gated: each row is multiplied by its scale, then
+/// biases are added. Null: nothing.
+struct GatedChanges {
+  const float* scales = nullptr;
+  const float* gate_bias = nullptr;
+  const float* up_bias = nullptr;
 };
 
 /// The same of two factors at once, of up to `panel_rows` rows: activation(gate) * up. Both may
 /// have the same weight, whose products are then computed once.
 void multiply_gated(Worker& worker, Activation activation, const Factor& gate, const Factor& up,
-                    const GatedBiases& biases, int64_t group_begin, int64_t group_end, float* out,
+                    const GatedChanges& changes, int64_t group_begin, int64_t group_end, float* out,
                     int64_t stride);
 
 /// Adds a bias to rows of products, each `width` values: the outputs from `first` on. Null:

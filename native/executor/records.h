@@ -6,6 +6,7 @@
 
 #include "executor/link.h"
 #include "kernels/attention.h"
+#include "kernels/rope.h"
 #include "kernels/rows.h"
 #include "linear/linear.h"
 #include "sample/sample.h"
@@ -104,12 +105,14 @@ struct OpRecord {
   int32_t is_stored;     // Attention, Pieces: keys and values are in pages already, else in y and z
   int32_t tap;           // index into the step's taps
   int32_t window;        // Attention, Pieces: each row sees this many keys up to its own, 0: all
+  int32_t is_chunked;    // Attention, Pieces: or the keys of its own chunk of so many positions
   int32_t first_expert;  // index into experts
   int32_t num_experts;
   int32_t own_expert;   // Terms: number of the first expert that this rank has
   int32_t num_own;      // Terms: how many it has
   int32_t num_used;     // experts of a row
-  Shares shares;        // Experts, SumTerms: of a row's experts; Route: All or Chosen
+  Shares shares;        // Experts, SumTerms: of a row's experts; Terms: OfInputs, or any other;
+                        // Route: All or Chosen
   Precision precision;  // Linear, Gated, Logits, Experts, Terms, Attention, Pieces
   int32_t team;  // Gather, Logits, Pieces; Linear and Gated, if ranks prepare their rows together:
                  // index into teams, or kNone
@@ -127,14 +130,15 @@ struct OpRecord {
   int32_t num_used_groups;  // Route: of the `num_groups` in which experts are chosen
   int32_t group_best;       // Route: by the sum of so many of a group's largest scores
   int32_t kernel;           // Convolution: of so many rows, up to each row itself
-  int32_t is_tiled;     // DeltaRule: head h of values has key head h % key heads, else h / group
-  int32_t is_wide;      // Norm: each group has its own part of the weight
-  int32_t num_outputs;  // 0: Logits of which this rank has none, but gathers those of others
+  int32_t is_tiled;        // DeltaRule: head h of values has key head h % key heads, else h / group
+  int32_t gates_channels;  // DeltaRule: decays, and their biases, are of each channel of the keys
+  int32_t is_wide;         // Norm: each group has its own part of the weight
+  int32_t num_outputs;     // 0: Logits of which this rank has none, but gathers those of others
   OutputRecord outputs[kMaxOutputs];
 };
 
-inline int64_t window_of(const OpRecord& attention) {
-  return attention.window == 0 ? kNoWindow : attention.window;
+inline Window window_of(const OpRecord& attention) {
+  return {attention.window == 0 ? kNoWindow : attention.window, attention.is_chunked != 0};
 }
 
 /// One expert's matrices: indices into weights; and their biases: indices into vectors, or kNone.
@@ -147,9 +151,11 @@ struct ExpertRecord {
   int32_t down_bias;
 };
 
+/// A rotation, and the temperature by which queries are multiplied.
 struct RopeRecord {
   const double* inverse_frequencies;
   double magnitude;
+  Temperature temperature;
   int32_t num_pairs;
   int32_t is_interleaved;
   int32_t head_dim;

@@ -116,7 +116,8 @@ StateHead head_of(const Worker& worker, const OpRecord& op, int64_t head) {
           output.head_dim,
           op.epsilon,
           worker.vector(op.norm)[head],
-          worker.vector(output.bias)[head],
+          op.gates_channels != 0 ? 0.0F : worker.vector(output.bias)[head],
+          op.gates_channels != 0 ? worker.vector(output.bias) + head * op.x_head : nullptr,
           op.kind == OpKind::Mamba2 ? worker.vector(output.norm)[head] : 0.0F,
           op.scale,
           op.factor};
@@ -153,7 +154,7 @@ void run_state_heads(Worker& worker, const OpRecord& op) {
                                x + columns.keys,
                                x + columns.values,
                                worker.stride(op.x),
-                               row_of(op.y) + head,
+                               row_of(op.y) + head * (op.gates_channels != 0 ? op.x_head : 1),
                                worker.stride(op.y),
                                has_strength ? row_of(op.z) + head : nullptr,
                                has_strength ? worker.stride(op.z) : 0,

@@ -49,15 +49,15 @@ struct SliceRows {
 /// The tasks of one step, largest first. Results do not depend on how the cut is made.
 class AttentionSchedule {
  public:
-  /// `group` is how many query heads read one key-value head; rows see the last `window` keys.
-  AttentionSchedule(int64_t group, int64_t window, const LayerPages& pages)
+  /// `group` is how many query heads read one key-value head.
+  AttentionSchedule(int64_t group, const Window& window, const LayerPages& pages)
       : group_(group),
         window_(window),
         num_kv_heads_(pages.num_kv_heads),
         head_dim_(pages.head_dim),
         piece_bytes_(piece_bytes(pages)) {}
 
-  bool fits(int64_t group, int64_t window, const LayerPages& pages) const {
+  bool fits(int64_t group, const Window& window, const LayerPages& pages) const {
     return group == group_ && window == window_ && pages.num_kv_heads == num_kv_heads_ &&
            pages.head_dim == head_dim_ && piece_bytes(pages) == piece_bytes_;
   }
@@ -87,7 +87,7 @@ class AttentionSchedule {
   void reserve_shares();
 
   int64_t group_;
-  int64_t window_;
+  Window window_;
   int64_t num_kv_heads_;
   int64_t head_dim_;
   int64_t piece_bytes_;  // of keys and values of a head

@@ -306,7 +306,7 @@ bool is_inside(const Plan& plan, const StepRecord& record, const SliceRecord& sl
   if (slice.position < 0 || end > record.table_stride) return false;
   for (size_t group = 0; group < plan.group_windows.size(); ++group) {
     const int32_t* table = plan.page_table(record, slice.table, static_cast<int64_t>(group));
-    const int64_t begin = first_seen(slice.position, plan.group_windows[group]) / plan.page_size;
+    const int64_t begin = first_seen(slice.position, {plan.group_windows[group]}) / plan.page_size;
     const auto exists = [&](int32_t page) { return is_page(plan, page); };
     if (!std::all_of(table + begin, table + end, exists)) return false;
   }

@@ -1,7 +1,7 @@
 // Causal attention of some rows of one request, for one key-value head, over its pages.
 //
-// A row sees the keys up to its own position: all of them, or the last `window`. A page that no
-// row sees is not read, so that it need not be there any more.
+// A row sees the keys up to its own position: all of them, the last of a window, or those of its
+// own chunk. A page that no row sees is not read, so that it need not be there any more.
 //
 // The context is cut at absolute positions into pieces of 64 keys. A piece's share of a row is
 // computed from that row and the piece alone (its own maximum, sum and weighted values), and
@@ -9,6 +9,7 @@
 // thread that computes a piece, nor the place of the pages, can change a bit of a row's result.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "kernels/kv.h"
@@ -23,13 +24,28 @@ constexpr int64_t num_pieces(int64_t context) {
 
 constexpr int64_t kNoWindow = INT64_MAX / 2;
 
+/// What a row sees: the last `size` keys up to its own; or, of a context that is cut into chunks of
+/// `size` positions, those of its own chunk.
+struct Window {
+  int64_t size = kNoWindow;
+  bool is_chunked = false;
+
+  bool operator==(const Window& other) const {
+    return size == other.size && is_chunked == other.is_chunked;
+  }
+
+  /// The first position that does not see a key any more.
+  int64_t end_of(int64_t key) const { return is_chunked ? (key / size + 1) * size : key + size; }
+};
+
 /// The first position that a row sees.
-constexpr int64_t first_seen(int64_t position, int64_t window) {
-  return position < window ? 0 : position - window + 1;
+constexpr int64_t first_seen(int64_t position, const Window& window) {
+  if (window.is_chunked) return position / window.size * window.size;
+  return position < window.size ? 0 : position - window.size + 1;
 }
 
 /// The piece in which it lies.
-constexpr int64_t first_piece(int64_t position, int64_t window) {
+constexpr int64_t first_piece(int64_t position, const Window& window) {
   return first_seen(position, window) / kPieceTokens;
 }
 
@@ -50,7 +66,7 @@ struct AttentionRows {
   const int32_t* page_table;
   int64_t group;  // query heads a key-value head
   int64_t head;   // key-value head
-  int64_t window;
+  Window window;
   float scale;
   float soft_cap;      // scores s become soft_cap * tanh(s / soft_cap); 0: they stay
   bool is_prompt;      // int16 keys and values then meet them in bfloat16, on AMX
@@ -67,7 +83,7 @@ struct AttentionRows {
   }
   int64_t row_end(int64_t piece) const {
     const int64_t last = piece * kPieceTokens + kPieceTokens - 1;  // position of its last key
-    return last - position < num_rows - window ? last - position + window : num_rows;
+    return std::min(window.end_of(last) - position, num_rows);
   }
 };
 

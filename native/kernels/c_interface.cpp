@@ -53,15 +53,21 @@ TS_EXPORT void ts_kernel_convolve(const float* x, const float* taps, const float
   ts::convolve(op, {x, width, out, width, num_rows, read, write}, 0, width);
 }
 
-/// A head of the delta rule: a row of `x` has a query, a key and a value; `gates` has a decay and a
-/// strength for each row.
+/// A head of the delta rule: a row of `x` has a query, a key and a value; `gates` has a decay for
+/// each bias, and a strength for each row. There are `num_biases` biases: 1 or `key_dim`.
 TS_EXPORT void ts_kernel_delta_rule(const float* x, const float* gates, int64_t num_rows,
                                     int64_t key_dim, int64_t value_dim, float decay_rate,
-                                    float decay_bias, const float* read, float* write, float* out) {
-  const ts::StateHead head{key_dim, value_dim, 1e-6F, decay_rate, decay_bias, 0, 0, 0};
+                                    const float* decay_biases, int64_t num_biases,
+                                    const float* read, float* write, float* out) {
+  const float* channel_biases = num_biases == 1 ? nullptr : decay_biases;
+  const ts::StateHead head{key_dim,        value_dim, 1e-6F, decay_rate, decay_biases[0],
+                           channel_biases, 0,         0,     0};
   const int64_t stride = 2 * key_dim + value_dim;
-  const ts::StateHeadRows rows{x, x + key_dim, x + 2 * key_dim, stride,   gates, 2,    gates + 1,
-                               2, out,         value_dim,       num_rows, read,  write};
+  const int64_t gates_stride = num_biases + 1;
+  const ts::StateHeadRows rows{x,     x + key_dim,  x + 2 * key_dim,    stride,
+                               gates, gates_stride, gates + num_biases, gates_stride,
+                               out,   value_dim,    num_rows,           read,
+                               write};
   std::vector<float> scratch(static_cast<size_t>(ts::state_scratch_floats(key_dim)));
   ts::delta_rule(head, rows, 0, value_dim, scratch.data());
 }
@@ -71,7 +77,8 @@ TS_EXPORT void ts_kernel_delta_rule(const float* x, const float* gates, int64_t 
 TS_EXPORT void ts_kernel_mamba2(const float* x, const float* steps, int64_t num_rows,
                                 int64_t key_dim, int64_t value_dim, const float* constants,
                                 const float* read, float* write, float* out) {
-  const ts::StateHead head{key_dim,      value_dim,    0,           constants[0], constants[1],
+  const ts::StateHead head{key_dim,      value_dim,    0,
+                           constants[0], constants[1], nullptr,
                            constants[2], constants[3], constants[4]};
   const int64_t stride = 2 * key_dim + value_dim;
   const ts::StateHeadRows rows{x + value_dim + key_dim,
@@ -107,9 +114,11 @@ TS_EXPORT void ts_kernel_soft_cap(float* x, float cap, int64_t width) {
 }
 
 TS_EXPORT void ts_kernel_rope(const double* inverse_frequencies, int32_t num_pairs,
-                              int32_t is_interleaved, double magnitude, int32_t head_dim,
+                              int32_t is_interleaved, double magnitude,
+                              const ts::Temperature* temperature, int32_t head_dim,
                               int64_t position, float* row, int64_t width) {
-  ts::RopeTable table(inverse_frequencies, num_pairs, is_interleaved != 0, magnitude, head_dim);
+  ts::RopeTable table(inverse_frequencies, num_pairs, is_interleaved != 0, magnitude, *temperature,
+                      head_dim);
   table.cover(position + 1);
   table.rotate(position, row, 0, width);
 }
@@ -136,6 +145,7 @@ struct TsAttention {
   const float* balance;
   int64_t is_prompt;
   const float* sinks;  // (kv_heads * group), or null
+  int64_t is_chunked;  // the window
 };
 
 namespace {
@@ -163,7 +173,7 @@ TS_EXPORT void ts_kernel_store(const TsAttention* a, const float* keys, const fl
 TS_EXPORT void ts_kernel_attention(const TsAttention* a, const float* q, float* out) {
   const ts::LayerPages pages = layer_pages(*a);
   const int64_t stride = a->num_kv_heads * a->group * a->head_dim;
-  const int64_t window = a->window == 0 ? ts::kNoWindow : a->window;
+  const ts::Window window{a->window == 0 ? ts::kNoWindow : a->window, a->is_chunked != 0};
   ts::AttentionScratch scratch;
   std::vector<float> memory;
   for (int64_t head = 0; head < a->num_kv_heads; ++head) {

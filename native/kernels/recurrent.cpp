@@ -100,21 +100,43 @@ void end_streams() {}
 enum class Target { Cache, Memory };
 
 /// How the state of a head changes. Delta: what the state predicts for the key is subtracted from
-/// the value. Mamba2: the value is added as it is, and `skip` times the value to the output.
-enum class Rule { Delta, Mamba2 };
+/// the value. Channels: the same, and each channel of the keys has a decay of its own. Mamba2: the
+/// value is added as it is, and `skip` times the value to the output.
+enum class Rule { Delta, Channels, Mamba2 };
 
 /// What rows need besides their values and the state.
 struct Prepared {
-  float decays[kLanes];
+  float decays[kLanes];     // not of Channels
   float strengths[kLanes];  // Mamba2: time steps
-  float* queries;           // (kRowsTogether, key_dim); Delta: scaled
+  float* queries;           // (kRowsTogether, key_dim); not of Mamba2: scaled
   float* keys;              // the same
+  float* channel_decays;    // the same, of Channels
+  float* decayed_keys;      // keys times decays, of Channels
 };
 
 void scale_unit(const float* x, int64_t width, float epsilon, float factor, float* out) {
   scale_row(x, factor / std::sqrt(sum_of_squares(x, width) + epsilon), width, out);
 }
 
+/// e^(rate * softplus(x + bias))
+Lanes decay_of(Lanes x, Lanes bias, float rate) {
+  const Lanes exponent = multiply(softplus(add(x, bias)), broadcast(rate));
+  return exp2(multiply(exponent, broadcast(kLog2E)));
+}
+
+/// The decays of a row's channels, and its key times them.
+void decay_channels(const StateHead& head, const float* x, const float* key, float* decays,
+                    float* decayed_key) {
+  for (int64_t i = 0; i < head.key_dim; i += kLanes) {
+    const int count = static_cast<int>(std::min<int64_t>(head.key_dim - i, kLanes));
+    const Lanes bias = load_some(head.channel_biases + i, count);
+    const Lanes decay = decay_of(load_some(x + i, count), bias, head.decay_rate);
+    store_some(decays + i, decay, count);
+    store_some(decayed_key + i, multiply(load_some(key + i, count), decay), count);
+  }
+}
+
+template <Rule R>
 void prepare_delta(const StateHead& head, const StateHeadRows& rows, int64_t first, int64_t count,
                    Prepared& prepared) {
   const float factor = 1.0F / std::sqrt(static_cast<float>(head.key_dim));
@@ -127,12 +149,19 @@ void prepare_delta(const StateHead& head, const StateHeadRows& rows, int64_t fir
                prepared.queries + place);
     scale_unit(rows.keys + row * rows.x_stride, head.key_dim, head.epsilon, 1.0F,
                prepared.keys + place);
-    decays[i] = rows.decay[row * rows.decay_stride];
+    const float* decay = rows.decay + row * rows.decay_stride;
+    if constexpr (R == Rule::Channels) {
+      decay_channels(head, decay, prepared.keys + place, prepared.channel_decays + place,
+                     prepared.decayed_keys + place);
+    } else {
+      decays[i] = *decay;
+    }
     strengths[i] = rows.strength[row * rows.strength_stride];
   }
-  const Lanes shifted = add(load_lanes(decays), broadcast(head.decay_bias));
-  const Lanes exponent = multiply(softplus(shifted), broadcast(head.decay_rate));
-  store_lanes(prepared.decays, exp2(multiply(exponent, broadcast(kLog2E))));
+  if constexpr (R == Rule::Delta) {
+    store_lanes(prepared.decays,
+                decay_of(load_lanes(decays), broadcast(head.decay_bias), head.decay_rate));
+  }
   store_lanes(prepared.strengths, sigmoid(load_lanes(strengths)));
 }
 
@@ -200,10 +229,11 @@ struct RowFactors {
   const float* key;
   const float* next_key;
   float decay;
+  const float* channel_decays;  // (key_dim), of Channels
 };
 
 /// to = decay * from + outer(key, correction); output = query @ to; predicted = next_key @ to.
-template <int N, bool IsPart, bool HasNext, Target To>
+template <Rule R, int N, bool IsPart, bool HasNext, Target To>
 void update(const RowFactors& row, int64_t key_dim, StateRows from, WritableRows to, int count,
             const Lanes* correction, Lanes* output, Lanes* predicted) {
   Lanes corrections[N];
@@ -214,10 +244,11 @@ void update(const RowFactors& row, int64_t key_dim, StateRows from, WritableRows
     corrections[n] = correction[n];
     outputs[n] = sums[n] = zero_lanes();
   }
-  const Lanes decay = broadcast(row.decay);
+  const Lanes head_decay = broadcast(row.decay);
   for (int64_t i = 0; i < key_dim; ++i) {
     const float* source = from.data + i * from.stride;
     float* target = to.data + i * to.stride;
+    const Lanes decay = R == Rule::Channels ? broadcast(row.channel_decays[i]) : head_decay;
     const Lanes key = broadcast(row.key[i]);
     const Lanes query = broadcast(row.query[i]);
     const Lanes next_key = broadcast(HasNext ? row.next_key[i] : 0.0F);
@@ -267,9 +298,9 @@ void run_columns(const StateHead& head, const StateHeadRows& rows, int64_t first
                  WritableRows kept, WritableRows write) {
   const int64_t key_dim = head.key_dim;
   Lanes predicted[N];
-  if constexpr (R == Rule::Delta) {
-    predict<N, IsPart>(prepared.keys, key_dim, read, width, predicted);
-  }
+  // What the decayed state predicts: of Channels the keys have the decays, which differ.
+  const float* predicting = R == Rule::Channels ? prepared.decayed_keys : prepared.keys;
+  if constexpr (R != Rule::Mamba2) predict<N, IsPart>(predicting, key_dim, read, width, predicted);
   for (int64_t i = 0; i < count; ++i) {
     const bool is_last = i + 1 == count;
     const int64_t row = first + i;
@@ -282,20 +313,23 @@ void run_columns(const StateHead& head, const StateHeadRows& rows, int64_t first
       const Lanes value = load_columns<IsPart>(values + n * kLanes, width);
       if constexpr (R == Rule::Delta) {
         correction[n] = multiply(strength, subtract(value, multiply(predicted[n], decay)));
+      } else if constexpr (R == Rule::Channels) {
+        correction[n] = multiply(strength, subtract(value, predicted[n]));
       } else {
         correction[n] = multiply(strength, value);
       }
     }
     const RowFactors factors{prepared.queries + i * key_dim, prepared.keys + i * key_dim,
-                             prepared.keys + (i + 1) * key_dim, prepared.decays[i]};
+                             predicting + (i + 1) * key_dim, prepared.decays[i],
+                             prepared.channel_decays + i * key_dim};
     const StateRows from = i == 0 ? read : StateRows{kept.data, kept.stride};
     Lanes output[N];
     if (is_last) {
-      update<N, IsPart, false, To>(factors, key_dim, from, write, width, correction, output,
-                                   nullptr);
+      update<R, N, IsPart, false, To>(factors, key_dim, from, write, width, correction, output,
+                                      nullptr);
     } else {
-      update<N, IsPart, R == Rule::Delta, Target::Cache>(factors, key_dim, from, kept, width,
-                                                         correction, output, predicted);
+      update<R, N, IsPart, R != Rule::Mamba2, Target::Cache>(factors, key_dim, from, kept, width,
+                                                             correction, output, predicted);
       if (float* state = rows.target.after(row, rows.num_rows)) {
         const WritableRows slot{state + column, head.value_dim};
         store_state<N, IsPart, To>(kept, key_dim, slot, width);
@@ -332,14 +366,16 @@ void run_rule(const StateHead& head, const StateHeadRows& rows, int64_t begin, i
   Prepared prepared{};
   prepared.queries = scratch + head.key_dim * kept.stride;
   prepared.keys = prepared.queries + padded(kRowsTogether * head.key_dim);
+  prepared.channel_decays = prepared.keys + padded(kRowsTogether * head.key_dim);
+  prepared.decayed_keys = prepared.channel_decays + padded(kRowsTogether * head.key_dim);
   float* last_state = rows.target.after(rows.num_rows - 1, rows.num_rows);
   const auto address = reinterpret_cast<uintptr_t>(last_state);
   const bool is_aligned = address % 64 == 0 && head.value_dim % kLanes == 0;
   const float* source = rows.read;
   for (int64_t first = 0; first < rows.num_rows; first += kRowsTogether) {
     const int64_t count = std::min(kRowsTogether, rows.num_rows - first);
-    if constexpr (R == Rule::Delta) {
-      prepare_delta(head, rows, first, count, prepared);
+    if constexpr (R != Rule::Mamba2) {
+      prepare_delta<R>(head, rows, first, count, prepared);
     } else {
       prepare_mamba2(head, rows, first, count, prepared);
     }
@@ -378,12 +414,16 @@ void run_rule(const StateHead& head, const StateHeadRows& rows, int64_t begin, i
 }  // namespace
 
 int64_t state_scratch_floats(int64_t key_dim) {
-  return key_dim * kManyLanes * kLanes + 2 * padded(kRowsTogether * key_dim);
+  return key_dim * kManyLanes * kLanes + 4 * padded(kRowsTogether * key_dim);
 }
 
 void delta_rule(const StateHead& head, const StateHeadRows& rows, int64_t begin, int64_t end,
                 float* scratch) {
-  run_rule<Rule::Delta>(head, rows, begin, end, scratch);
+  if (head.channel_biases != nullptr) {
+    run_rule<Rule::Channels>(head, rows, begin, end, scratch);
+  } else {
+    run_rule<Rule::Delta>(head, rows, begin, end, scratch);
+  }
 }
 
 void mamba2(const StateHead& head, const StateHeadRows& rows, int64_t begin, int64_t end,

@@ -49,13 +49,15 @@ struct ConvolutionRows {
 /// Computes columns [begin, end) of the rows and of the state.
 void convolve(const Convolution& op, const ConvolutionRows& rows, int64_t begin, int64_t end);
 
-/// A head of the gated delta rule or of Mamba-2; see model/program/recurrent.py.
+/// A head of the gated delta rule or of Mamba-2; see model/program/recurrent.py. With
+/// `channel_biases` the delta rule has a decay for each channel of the keys.
 struct StateHead {
   int64_t key_dim;    // Mamba-2: the state size
   int64_t value_dim;  // Mamba-2: the width of a head
   float epsilon;      // of the delta rule
   float decay_rate;
-  float decay_bias;  // Mamba-2: bias of the time step
+  float decay_bias;             // Mamba-2: bias of the time step
+  const float* channel_biases;  // (key_dim), in place of `decay_bias`; null: one decay for the head
   // Of Mamba-2:
   float skip;
   float min_step;
@@ -68,7 +70,7 @@ struct StateHeadRows {
   const float* keys;
   const float* values;
   int64_t x_stride;    // of queries, keys and values
-  const float* decay;  // Mamba-2: the time step
+  const float* decay;  // one number, or (key_dim); Mamba-2: the time step
   int64_t decay_stride;
   const float* strength;  // of the delta rule
   int64_t strength_stride;

@@ -8,11 +8,16 @@
 
 namespace ts {
 
+double Temperature::at(int64_t position) const {
+  return 1 + scale * std::log1p(static_cast<double>((position + offset) / length));
+}
+
 RopeTable::RopeTable(const double* inverse_frequencies, int num_pairs, bool interleaved,
-                     double magnitude, int head_dim)
+                     double magnitude, const Temperature& temperature, int head_dim)
     : inverse_frequencies_(inverse_frequencies, inverse_frequencies + num_pairs),
       interleaved_(interleaved),
       magnitude_(magnitude),
+      temperature_(temperature),
       head_dim_(head_dim),
       width_(round_up(interleaved ? 2 * num_pairs : num_pairs, kLanes)) {}
 
@@ -23,13 +28,14 @@ void RopeTable::cover(int64_t num_positions) {
   for (int64_t position = num_positions_; position < end; ++position) {
     float* cosines = rows_.data() + position * 2 * width_;
     float* sines = cosines + width_;
+    const double factor = magnitude_ * temperature_.at(position);
     // Lanes beyond the pairs turn by nothing, so that a whole vector can be rotated.
     std::fill(cosines, sines, 1.0F);
     std::fill(sines, sines + width_, 0.0F);
     for (size_t i = 0; i < inverse_frequencies_.size(); ++i) {
       const double angle = static_cast<double>(position) * inverse_frequencies_[i];
-      const auto cosine = static_cast<float>(std::cos(angle) * magnitude_);
-      const auto sine = static_cast<float>(std::sin(angle) * magnitude_);
+      const auto cosine = static_cast<float>(std::cos(angle) * factor);
+      const auto sine = static_cast<float>(std::sin(angle) * factor);
       if (interleaved_) {
         cosines[2 * i] = cosines[2 * i + 1] = cosine;
         sines[2 * i] = -sine;

@@ -6,13 +6,23 @@
 
 namespace ts {
 
+/// The attention temperature of queries: their factor is 1 + scale * ln(1 + periods), where the
+/// number of periods is (position + offset) / length, rounded down.
+struct Temperature {
+  double scale = 0;  // 0: none
+  int64_t length = 1;
+  int64_t offset = 0;
+
+  double at(int64_t position) const;
+};
+
 /// The angles of one kind of rotation. Growing is for one thread; reading is for all.
 class RopeTable {
  public:
   /// Pair i is (2i, 2i + 1) when `interleaved`, else (i, i + num_pairs). `head_dim` is a
   /// multiple of 16 and at least 2 * num_pairs; values beyond the pairs pass through.
   RopeTable(const double* inverse_frequencies, int num_pairs, bool interleaved, double magnitude,
-            int head_dim);
+            const Temperature& temperature, int head_dim);
 
   /// Makes rows for positions 0 to `num_positions` - 1.
   void cover(int64_t num_positions);
@@ -30,6 +40,7 @@ class RopeTable {
   std::vector<double> inverse_frequencies_;
   bool interleaved_;
   double magnitude_;
+  Temperature temperature_;
   int64_t head_dim_;
   int64_t width_;  // of the cosines of one position, and of the sines after them
   int64_t num_positions_ = 0;

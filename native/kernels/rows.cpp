@@ -183,6 +183,12 @@ void choose_experts(const float* scores, int64_t num_experts, int64_t num_used, 
   choose_largest(scores, num_experts, num_used, chosen);
   for (int64_t i = 0; i < num_used; ++i) shares[i] = scores[chosen[i]];
   if (kind == Shares::Given) return;
+  if (kind == Shares::OfInputs) {
+    for_lanes(num_used, [&](int64_t i, int n) {
+      store_some(shares + i, sigmoid(load_some(shares + i, n)), n);
+    });
+    return;
+  }
   const Lanes peak = broadcast(key_of(scores[chosen[0]]));
   const Lanes log2_e = broadcast(1.44269504088896341F);
   const auto weigh = [&](Lanes x) { return exp2(multiply(subtract(x, peak), log2_e)); };

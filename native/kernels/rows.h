@@ -39,9 +39,9 @@ void gate_row(const float* x, const float* gate, int64_t width, float* out);
 /// out[i] = x[order[i]]; `out` is not `x`.
 void gather_row(const float* x, const int32_t* order, int64_t width, float* out);
 
-/// The shares of chosen experts: the softmax of all scores; the same divided by their sum; or the
-/// scores as they are.
-enum class Shares : int32_t { All = 0, Chosen = 1, Given = 2 };
+/// The shares of chosen experts: the softmax of all scores; the same divided by their sum; the
+/// scores as they are; or the sigmoid of the scores, which multiplies what experts read.
+enum class Shares : int32_t { All = 0, Chosen = 1, Given = 2, OfInputs = 3 };
 
 /// The `num_used` experts with the largest scores, largest first, of equal ones the first, and
 /// their shares. A NaN is the smallest score, and makes NaN of the shares.

@@ -23,6 +23,8 @@ struct Attention {
   float soft_cap;
   const float* balance;
   int64_t is_prompt;
+  const float* sinks;
+  int64_t is_chunked;
 };
 
 struct Kernels {

@@ -1,4 +1,4 @@
-"""Queries with an attention temperature: all backends agree, and the cpu ends before them."""
+"""Queries with an attention temperature: all backends agree."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from support.cpu import cpu_backend
+from support.closeness import divergence
+from support.cpu import LEVELS, cpu_backend
 from support.gguf_writer import write_gguf
 from support.programs import SPEC, VOCAB_SIZE, random_tensors
 from support.tiny import (
@@ -19,10 +20,9 @@ from support.tiny import (
     write_tiny_folder,
     write_tiny_gguf,
 )
-from twostroke import LLM, CacheOptions, ComputeOptions, EngineOptions
+from twostroke import LLM
 from twostroke.backends.reference import ReferenceBackend
 from twostroke.backends.reference.operations import rotate
-from twostroke.core.errors import BackendError
 from twostroke.model.families import RopeSpec, build_program
 from twostroke.model.program.ops import QueryRope, Rope
 from twostroke.model.weights import load_path
@@ -46,6 +46,9 @@ def test_the_factor_is_1_for_the_first_positions_and_grows_after_them() -> None:
     factors = rotate(query, x, positions) / rotate(plain, x, positions)
     expected = [1, 1, *(1 + 0.5 * log(n) for n in (2, 2, 3, 10))]
     np.testing.assert_allclose(factors, np.repeat(np.array(expected)[:, None], 4, 1), rtol=1e-5)
+    with_offset = replace(query, temperature_offset=1)
+    earlier = rotate(with_offset, x, positions - 1) / rotate(plain, x, positions - 1)
+    np.testing.assert_allclose(earlier, factors, rtol=1e-5)
 
 
 def test_only_queries_have_a_temperature() -> None:
@@ -53,8 +56,7 @@ def test_only_queries_have_a_temperature() -> None:
     assert len(rotations) == 2 * SPEC.num_layers
     assert {op.x[-1] for op in rotations if isinstance(op, QueryRope)} == {"q"}
     assert sum(isinstance(op, QueryRope) for op in rotations) == SPEC.num_layers
-    assert PROGRAM.temperature_length == 20
-    assert build_program(SPEC).temperature_length is None
+    assert not any(isinstance(op, QueryRope) for op in build_program(SPEC).ops)
 
 
 def test_torch_agrees_with_the_reference() -> None:
@@ -70,25 +72,20 @@ def test_torch_agrees_with_the_reference() -> None:
     np.testing.assert_allclose(ours, expected, rtol=1e-3, atol=2e-4)
 
 
-def test_the_cpu_backend_computes_the_tokens_before_the_first_temperature() -> None:
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_cpu_backend_agrees_with_the_reference(level: str) -> None:
     tensors = random_tensors(PROGRAM)
-    expected = ReferenceBackend(PROGRAM, tensors, 1, 16).score(TOKENS[:20])
-    with cpu_backend((PROGRAM, tensors), "portable", 4) as backend:
-        np.testing.assert_allclose(backend.score(TOKENS[:20]), expected, rtol=0.05, atol=0.05)
-        with pytest.raises(BackendError, match="computes at most 20 tokens of small, not 21"):
-            backend.score(TOKENS[:21])
+    expected = ReferenceBackend(PROGRAM, tensors, 1, 16).score(TOKENS)
+    with cpu_backend((PROGRAM, tensors), level, 8) as backend:
+        for generated in (False, True):
+            mean_kl, _ = divergence(expected, backend.score(TOKENS, generated=generated))
+            assert mean_kl < (1e-3 if level.startswith("amx") else 1e-5)
 
 
-def test_an_engine_on_the_cpu_has_the_context_before_the_first_temperature(tmp_path: Path) -> None:
+def test_an_engine_on_the_cpu_has_the_whole_context(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.gguf", tiny_of("ministral3"))
     with LLM(path) as llm:
-        assert llm.engine.context_length == 2048
-    too_long = EngineOptions(cache=CacheOptions(context_length=2049))
-    with pytest.raises(BackendError, match="only the first 2048 of 8192 tokens of context"):
-        LLM(path, options=too_long)
-    long_context = EngineOptions(ComputeOptions("reference"), CacheOptions(context_length=4096))
-    with LLM(path, options=long_context) as llm:
-        assert llm.engine.context_length == 4096
+        assert llm.engine.context_length == 8192
 
 
 def test_both_files_of_a_ministral_have_the_same_rope(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ class AttentionArguments(ctypes.Structure):
         ("balance", c_void_p),
         ("is_prompt", c_int64),
         ("sinks", c_void_p),
+        ("is_chunked", c_int64),
     )
 
 
@@ -109,7 +110,7 @@ class Context:
         self.pages = np.full(4 * num_pages * page_size * kv_heads * head_bytes, 0xFF, np.uint8)
         self.arguments = AttentionArguments(
             self.pages.ctypes.data, self.table.ctypes.data, page_size, kv_heads, head_dim, group,
-            0, length, 0, 0, FORMATS.index(stored), head_dim**-0.5, 0, None, fmt == PROMPT, None,
+            0, length, 0, 0, FORMATS.index(stored), head_dim**-0.5, 0, None, fmt == PROMPT, None, 0,
         )  # fmt: skip
         self.store()
 
@@ -119,9 +120,10 @@ class Context:
         keys, values = address(self.keys), address(self.values)
         self.library.ts_kernel_store(ctypes.byref(a), keys, values)
 
-    def see(self, window=None, soft_cap=None):
-        """Let the rows see so many keys, their scores capped."""
+    def see(self, window=None, soft_cap=None, is_chunked=False):
+        """Let the rows see so many keys, or chunks of so many, their scores capped."""
         self.arguments.window, self.arguments.soft_cap = window or 0, soft_cap or 0
+        self.arguments.is_chunked = is_chunked
         return self
 
     def sink(self, sinks):
@@ -151,6 +153,8 @@ class Context:
 
     def first_seen(self, position):
         window = self.arguments.window
+        if self.arguments.is_chunked:
+            return position // window * window
         return max(0, position - window + 1) if window else 0
 
     def expected(self, q, position):
@@ -220,6 +224,24 @@ def test_windows_and_caps_match_their_formulas(library, rng):
                     )
 
 
+def test_chunks_match_their_formula(library, rng):
+    for chunk in [1, 7, 16, 63, 64, 65, 100, 128, 299, 1000]:
+        for page_size, group, head_dim, fmt in (
+            (16, 5, 32, "f16"),
+            (64, 1, 112, "int16"),
+            (16, 3, 64, "int8"),
+            (16, 3, 80, PROMPT),
+        ):
+            context = Context(library, rng, page_size, 1, group, head_dim, 300, fmt)
+            context.see(chunk, is_chunked=True)
+            for position, num_rows in ((0, 1), (0, 300), (63, 2), (64, 1), (210, 90), (299, 1)):
+                q = floats(rng.normal(size=(num_rows, group, head_dim)) * 3)
+                expected = context.expected(q, position)
+                for split in (0, 1, 3):
+                    out = context.attend(q, position, split)
+                    np.testing.assert_allclose(out, expected, **within(context))
+
+
 def test_sinks_take_their_part_of_the_softmax_once(library, rng):
     for window, soft_cap, group, fmt in [
         (None, None, 8, "f16"),
@@ -240,17 +262,19 @@ def test_sinks_take_their_part_of_the_softmax_once(library, rng):
 
 
 def test_attention_of_a_row_has_the_same_bits_however_it_is_computed(library, rng):
-    for window, soft_cap, has_sinks in [
-        (None, None, False),
-        (None, None, True),
-        (1, None, False),
-        (40, 3.0, False),
-        (64, None, True),
-        (100, 30.0, False),
-        (200, None, False),
+    for window, soft_cap, has_sinks, is_chunked in [
+        (None, None, False, False),
+        (None, None, True, False),
+        (1, None, False, False),
+        (40, 3.0, False, False),
+        (64, None, True, False),
+        (100, 30.0, False, False),
+        (100, None, False, True),
+        (200, None, False, False),
     ]:
         for fmt in (*FORMATS, PROMPT):
-            context = Context(library, rng, 16, 2, 3, 64, 400, fmt).see(window, soft_cap)
+            context = Context(library, rng, 16, 2, 3, 64, 400, fmt)
+            context.see(window, soft_cap, is_chunked)
             if has_sinks:
                 context.sink(rng.normal(size=6) * 4)
             q = floats(rng.normal(size=(400, 6, 64)) * 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from ctypes import c_double, c_float, c_int32, c_int64
 
 import numpy as np
@@ -126,6 +127,38 @@ def test_soft_cap_keeps_zero_and_nan_and_ends_at_the_cap(library):
     np.testing.assert_array_equal(x[:7], floats([0, 0, 30, -30, np.nan, 30, -30]))
 
 
+class Temperature(ctypes.Structure):
+    """As in native/kernels/rope.h."""
+
+    _fields_ = (("scale", c_double), ("length", c_int64), ("offset", c_int64))
+
+
+def rotate(library, heads, position, frequencies, *, interleaved, magnitude=1, temperature=(0, 1)):
+    """Rotate heads (heads, head_dim) in place, as at a position."""
+    library.ts_kernel_rope(
+        address(frequencies), c_int32(len(frequencies)), c_int32(interleaved), c_double(magnitude),
+        ctypes.byref(Temperature(*temperature)), c_int32(heads.shape[1]), c_int64(position),
+        address(heads), c_int64(heads.size),
+    )  # fmt: skip
+
+
+def test_queries_are_multiplied_by_the_temperature_of_their_position(library, rng):
+    frequencies = np.array([1.0, 0.1, 0.01, 0, 0, 0, 0, 0])
+    heads = floats(rng.normal(size=(2, 16)))
+    for interleaved in [True, False]:
+        for length, offset in [(20, 0), (20, 1), (8192, 1), (1, 0)]:
+            for position in [0, 18, 19, 20, 39, 8190, 8191, 1 << 20]:
+                plain, warm = heads.copy(), heads.copy()
+                rotate(library, plain, position, frequencies, interleaved=interleaved)
+                rotate(
+                    library, warm, position, frequencies, interleaved=interleaved,
+                    temperature=(0.25, length, offset),
+                )  # fmt: skip
+                factor = 1 + 0.25 * np.log1p((position + offset) // length)
+                np.testing.assert_allclose(warm, plain * factor, rtol=1e-6, atol=1e-6)
+                assert np.array_equal(warm, plain) == (position + offset < length)
+
+
 def test_rope_rotates_pairs_and_leaves_the_rest(library, rng):
     for interleaved in [True, False]:
         for head_dim, num_pairs in [(16, 8), (64, 32), (80, 40), (64, 12)]:
@@ -133,10 +166,9 @@ def test_rope_rotates_pairs_and_leaves_the_rest(library, rng):
             heads = floats(rng.normal(size=(3, head_dim)))
             position, magnitude = 1234, 1.25
             turned = heads.copy()
-            library.ts_kernel_rope(
-                address(frequencies), c_int32(num_pairs), c_int32(interleaved), c_double(magnitude),
-                c_int32(head_dim), c_int64(position), address(turned), c_int64(heads.size),
-            )  # fmt: skip
+            rotate(
+                library, turned, position, frequencies, interleaved=interleaved, magnitude=magnitude
+            )
             cosine = np.cos(position * frequencies) * magnitude
             sine = np.sin(position * frequencies) * magnitude
             low = slice(0, 2 * num_pairs, 2) if interleaved else slice(0, num_pairs)
@@ -145,6 +177,9 @@ def test_rope_rotates_pairs_and_leaves_the_rest(library, rng):
             expected[:, low] = heads[:, low] * cosine - heads[:, high] * sine
             expected[:, high] = heads[:, low] * sine + heads[:, high] * cosine
             np.testing.assert_allclose(turned, expected, rtol=1e-6, atol=1e-6)
+
+
+OF_INPUTS = 3  # of the kinds of shares
 
 
 def choose_experts(library, scores, num_used, normalize):
@@ -168,6 +203,19 @@ def test_experts_are_chosen_by_their_scores(library, rng):
                 weights = np.exp(scores.astype(np.float64))
                 total = weights[expected].sum() if normalize else weights.sum()
                 np.testing.assert_allclose(shares, weights[expected] / total, rtol=2e-6)
+
+
+def test_shares_of_inputs_are_sigmoids_of_the_largest_scores(library, rng):
+    for num_experts, num_used in [(1, 1), (16, 1), (128, 3)]:
+        scores = floats(rng.normal(size=num_experts) * 8)
+        chosen, shares = choose_experts(library, scores, num_used, OF_INPUTS)
+        expected = np.argsort(-scores, kind="stable")[:num_used]
+        assert np.array_equal(chosen, expected)
+        weights = 1 / (1 + np.exp(-scores.astype(np.float64)))
+        np.testing.assert_allclose(shares, weights[expected], rtol=2e-6)
+    # Where the sigmoid is 1 for both, the larger score is chosen.
+    chosen, shares = choose_experts(library, [60.0, 70.0], 1, OF_INPUTS)
+    assert (chosen.tolist(), shares.tolist()) == ([1], [1.0])
 
 
 def test_scores_that_are_nan_choose_experts_that_exist(library):

@@ -43,27 +43,28 @@ def test_a_convolution_matches_its_formula_however_rows_are_cut(library, rng, wi
     assert np.array_equal(state, after)
 
 
-def delta_rule(library, x, gates, key_dim, rate, bias, before):
-    """Return a head's output for rows, and the state after them."""
+def delta_rule(library, x, gates, key_dim, rate, biases, before):
+    """Return a head's output for rows, and the state after them; with one bias or one a channel."""
+    biases = floats(np.atleast_1d(biases))
     value_dim = x.shape[1] - 2 * key_dim
     out = np.empty((len(x), value_dim), np.float32)
     after = np.full((key_dim, value_dim), np.nan, np.float32)
     library.ts_kernel_delta_rule(
-        at(x), at(gates), *map(c_int64, (len(x), key_dim, value_dim)), c_float(rate), c_float(bias),
-        at(before), at(after), at(out),
+        at(x), at(gates), *map(c_int64, (len(x), key_dim, value_dim)), c_float(rate),
+        at(biases), c_int64(len(biases)), at(before), at(after), at(out),
     )  # fmt: skip
     return out, after
 
 
-def delta_rule_twin(x, gates, key_dim, rate, bias, before):
+def delta_rule_twin(x, gates, key_dim, rate, biases, before):
     """The same in float64."""
     x, gates = x.astype(np.float64), gates.astype(np.float64)
     state = np.zeros((key_dim, x.shape[1] - 2 * key_dim)) if before is None else before * 1.0
     out = []
-    for row, (decay, strength) in zip(x, gates, strict=True):
+    for row, (*decays, strength) in zip(x, gates, strict=True):
         query, key, value = np.split(row, [key_dim, 2 * key_dim])
         query, key = (part / np.sqrt(part @ part + 1e-6) for part in (query, key))
-        state = state * np.exp(rate * np.logaddexp(0, decay + bias))
+        state = state * np.exp(rate * np.logaddexp(0, np.array(decays) + biases))[:, None]
         state += np.outer(key, (value - key @ state) / (1 + np.exp(-strength)))
         out.append(query @ state / np.sqrt(key_dim))
     return np.array(out), state
@@ -85,17 +86,43 @@ def test_a_head_of_the_delta_rule_matches_its_formula(library, rng, key_dim, val
         assert original_state is None or np.array_equal(before, original_state)
 
 
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim"), [(128, 128), (64, 64), (8, 8), (4, 20), (33, 100), (256, 48)]
+)
+def test_a_head_with_decays_of_channels_matches_its_formula(library, rng, key_dim, value_dim):
+    x = floats(rng.normal(size=(21, 2 * key_dim + value_dim)) * 3)
+    gates = floats(rng.normal(size=(21, key_dim + 1)) * 3)
+    biases = rng.normal(size=key_dim)
+    start = floats(rng.normal(size=(key_dim, value_dim)))
+    for before in (None, start):
+        original_state = None if before is None else before.copy()
+        out, after = delta_rule(library, x, gates, key_dim, -0.3, biases, before)
+        expected, state = delta_rule_twin(x, gates, key_dim, -0.3, biases, before)
+        np.testing.assert_allclose(out, expected, atol=4e-6 * np.abs(expected).max())
+        np.testing.assert_allclose(after, state, atol=4e-6 * np.abs(state).max())
+        assert original_state is None or np.array_equal(before, original_state)
+    # With equal decays of all channels, the rule is that with one decay.
+    gates[:, 1:-1] = gates[:, :1]
+    out, _ = delta_rule(library, x, gates, key_dim, -0.3, np.full(key_dim, 0.5), start)
+    uniform, _ = delta_rule(library, x, floats(gates[:, -2:]), key_dim, -0.3, 0.5, start)
+    np.testing.assert_allclose(out, uniform, atol=4e-6 * np.abs(uniform).max())
+
+
+@pytest.mark.parametrize("has_channels", [False, True])
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(128, 128), (20, 72)])
-def test_the_delta_rule_does_not_depend_on_how_rows_are_cut(library, rng, key_dim, value_dim):
+def test_the_delta_rule_does_not_depend_on_how_rows_are_cut(
+    library, rng, key_dim, value_dim, has_channels
+):
     x = floats(rng.normal(size=(40, 2 * key_dim + value_dim)))
-    gates = floats(rng.normal(size=(40, 2)))
+    biases = rng.normal(size=key_dim if has_channels else 1)
+    gates = floats(rng.normal(size=(40, len(biases) + 1)))
     zeros = np.zeros((key_dim, value_dim), np.float32)
-    out, after = delta_rule(library, x, gates, key_dim, -0.1, 0.1, zeros)
+    out, after = delta_rule(library, x, gates, key_dim, -0.1, biases, zeros)
     for cuts in ([1, 2, 3, 11, 12, 30], [8, 16], [7, 22], range(1, 40)):
         parts, state, bounds = [], None, [0, *cuts, 40]
         for begin, end in pairwise(bounds):
             rows, part_gates = floats(x[begin:end]), floats(gates[begin:end])
-            part, state = delta_rule(library, rows, part_gates, key_dim, -0.1, 0.1, state)
+            part, state = delta_rule(library, rows, part_gates, key_dim, -0.1, biases, state)
             parts.append(part)
         assert np.array_equal(np.concatenate(parts), out)
         assert np.array_equal(state, after)

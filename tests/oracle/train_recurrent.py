@@ -59,6 +59,7 @@ JOINED = {
 SIZES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "qwen3.5": ({"ffn_size": 384}, {}),
     "gpt-oss": ({}, {}),
+    "kimi-linear": ({}, {}),
     "lfm2": ({}, {}),
     "lfm2-moe": ({}, {}),
     "granite-hybrid": ({}, {"mamba_expand": 1}),
@@ -204,9 +205,21 @@ def read_back(model: Any, tiny: Tiny, work_folder: Path) -> Iterator[tuple[str, 
 
 
 def joined_projections(tensors: Mapping[str, QuantTensor]) -> dict[str, QuantTensor]:
-    """Return a model's weights, with the joined projections of short convolutions and Mamba-2."""
+    """Return a model's weights as files have them.
+
+    Projections of short convolutions and of Mamba-2 are joined, and the convolution of Kimi Linear
+    is separate for queries, keys and values.
+    """
     joined = dict(tensors)
-    for name in tensors:
+    for name, tensor in tensors.items():
+        if (
+            name.endswith(".ssm_conv1d.weight")
+            and f"{name.split('.ssm_')[0]}.ssm_f_a.weight" in tensors
+        ):
+            kernels = np.split(joined.pop(name).dequantize(), 3)
+            for part, kernel in zip("qkv", kernels, strict=True):
+                own_name = name.replace("conv1d", f"conv1d_{part}")
+                joined[own_name] = QuantTensor.from_floats(kernel, tensor.format)
         for stack, parts in JOINED.items():
             if name.endswith(f"{parts[0]}.weight"):
                 prefix = name.removesuffix(f"{parts[0]}.weight")

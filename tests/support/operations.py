@@ -52,10 +52,12 @@ OPS: tuple[LocalOp, ...] = (
     Rope("out", "x", 4, 16, (1.0, 0.1, 0.01), interleaved=False),
     Rope("out", "x", 4, 16, (1.0, 0.1), interleaved=True),
     QueryRope("out", "x", 4, 16, (1.0, 0.1, 0.01), False, 1.0, 0.5, 1 << 14),
+    QueryRope("out", "x", 4, 16, (0.0,) * 8, True, 1.0, 0.5, 7, 1),
     Attention("out", "q", "k", "v", 0, 8, 4, 16, 0.3, window=4, soft_cap=5.0),
     Attention("out", "q", "k", "v", 0, 4, 4, 16, 0.3),
     SharedKvAttention("out", "q", "", "", 0, 8, 4, 16, 0.3, window=4),
     Attention("out", "q", "k", "v", 0, 8, 4, 16, 0.3, window=4, sinks="s"),
+    Attention("out", "q", "k", "v", 0, 8, 4, 16, 0.3, window=5, is_chunked=True),
     LatentAttention("out", "q", "k", "k", 0, 6, 1, 32, 0.3, rotated=16, key=16, value=32),
     HeadLinear("out", "x", ("w0", "w1", "w2", "w3"), 16, 48, 32, first=16),
     Join("out", "a", "b", 3, 16, 32, 48, first=32),
@@ -67,8 +69,11 @@ OPS: tuple[LocalOp, ...] = (
     MixtureOfExperts("out", "x", "scores", BIASED, 16, 24, 2, True, Activation.SWIGLU_OAI),
     ExpertTerms("out", "x", "scores", EXPERTS, 0, 6, 16, 24, 2),
     ExpertTerms("out", "x", "scores", BIASED, 0, 6, 16, 24, 2, Activation.SWIGLU_OAI),
+    ExpertTerms("out", "x", "scores", EXPERTS, 0, 6, 16, 24, 2, scales_inputs=True),
     SumTerms("out", "x", "scores", 16, 2, normalize=False),
+    SumTerms("out", "x", "scores", 16, 2, normalize=False, scales_inputs=True),
     MixtureOfExperts("out", "x", "scores", EXPERTS, 16, 24, 2, normalize=False, are_shares=True),
+    MixtureOfExperts("out", "x", "scores", EXPERTS, 16, 24, 2, normalize=False, scales_inputs=True),
     Route("out", "x", 12, 3, normalize=False, scale=1.5, num_groups=3, num_used_groups=2),
     Route("out", "x", 12, 3, True, 1.5, "b", True, 4, 2, 2),
     Scale("out", "x", 24, 0.7),
@@ -81,6 +86,7 @@ OPS: tuple[LocalOp, ...] = (
     ShortConvolution("out", "x", "w", 24, 3, 0, "b", Activation.SILU),
     GatedDeltaRule("out", "x", "a", "b", "rate", "bias", 2, 6, 8, 4, 0),
     GatedDeltaRule("out", "x", "a", "b", "rate", "bias", 2, 6, 8, 4, 0, is_tiled=True),
+    GatedDeltaRule("out", "x", "a", "b", "rate", "bias", 4, 4, 20, 12, 0, gates_channels=True),
     Mamba2("out", "x", "step", "rate", "bias", "skip", 6, 2, 8, 4, 0),
     Mamba2("out", "x", "step", "rate", "bias", "skip", 4, 1, 16, 20, 0, 0.5, 1.0),
 )
@@ -100,7 +106,8 @@ def input_width(op: LocalOp, name: str) -> int:  # noqa: PLR0911 - a case for ea
     if isinstance(op, GateRows):
         return op.width if name == op.x else 1
     if isinstance(op, GatedDeltaRule):
-        return op.in_width if name == op.x else op.num_value_heads
+        width = op.decay_width if name == op.decay else 1
+        return op.in_width if name == op.x else op.num_value_heads * width
     if isinstance(op, Mamba2):
         return op.in_width if name == op.x else op.num_heads
     if isinstance(op, TakeColumns):

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from twostroke.model.families import ExpertSpec, ModelSpec, RopeSpec, WindowSpec
 from twostroke.model.families.blocks import decoder, residual_layer
 from twostroke.model.families.gemma4 import gemma4_layer
+from twostroke.model.families.llama4 import llama4_layer
 from twostroke.model.families.spec import (
     ConvolutionSpec,
     DeltaSpec,
@@ -73,6 +74,36 @@ def _biases() -> Program:
         for op in program.ops
     ]
     return replace(program, ops=tuple(biased))
+
+
+def _chunks() -> Program:
+    """Return a small Llama 4: chunks, a layer without RoPE, and experts whose inputs are scaled."""
+    rope = RopeSpec(10000.0, 32, interleaved=True)
+    spec = replace(
+        SPEC,
+        num_layers=3,
+        rope=rope,
+        unrotated_rope=replace(
+            rope,
+            scaled_frequencies=(0.0,) * 16,
+            temperature_scale=0.5,
+            temperature_length=40,
+            temperature_offset=1,
+        ),
+        rotates=(True, False, True),
+        window=WindowSpec(37, (True, False, True), is_chunked=True),
+        norms_heads=True,
+        experts=ExpertSpec(
+            8,
+            2,
+            32,
+            normalize=False,
+            shared_size=32,
+            layers=(False, True, True),
+            scales_inputs=True,
+        ),
+    )
+    return decoder(spec, llama4_layer)
 
 
 def _borrowing() -> Program:
@@ -146,6 +177,7 @@ PROGRAMS: dict[str, Program] = {
         experts=ExpertSpec(8, 2, 96, normalize=True, has_biases=True),
         activation=Activation.SWIGLU_OAI,
     ),
+    "chunks and experts": _chunks(),
     "experts": _plain(experts=ExpertSpec(8, 2, 96, normalize=True)),
     "many experts": _head_norms(
         experts=ExpertSpec(40, 5, 32, normalize=False), activation=Activation.GELU_TANH
@@ -159,7 +191,7 @@ PROGRAMS: dict[str, Program] = {
 }
 
 
-MIXERS = ("delta", "convolution", "mamba")
+MIXERS = ("delta", "channels", "convolution", "mamba")
 
 
 def hybrid_program(
@@ -174,6 +206,16 @@ def hybrid_program(
             key_dim=8,
             value_dim=8,
             kernel=4,
+        ),
+        "channels": DeltaSpec(
+            attends=attends,
+            num_key_heads=4,
+            num_value_heads=4,
+            key_dim=8,
+            value_dim=8,
+            kernel=4,
+            gates_channels=True,
+            gate_rank=8,
         ),
         "convolution": ConvolutionSpec(attends, kernel=3),
         "mamba": Mamba2Spec(
@@ -197,7 +239,8 @@ def hybrid_program(
         rope=RopeSpec(10000.0, 8, interleaved=False),
         gates_attention=mixer == "delta",
     )
-    spec = replace(spec, **{mixer: replace(mixers[mixer], **sizes)})
+    field = "delta" if mixer == "channels" else mixer
+    spec = replace(spec, **{field: replace(mixers[mixer], **sizes)})
     return decoder(spec, residual_layer)
 
 

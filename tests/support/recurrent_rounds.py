@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-_FAMILIES = ("qwen3.5", "qwen3-next", "lfm2", "granite-hybrid", "nemotron-h")
+_FAMILIES = ("qwen3.5", "qwen3-next", "kimi-linear", "lfm2", "granite-hybrid", "nemotron-h")
 _LINKS = ("shared", "tcp")
 _NUM_PROMPTS = 10
 _MAX_TOKENS = 400

@@ -29,7 +29,10 @@ CHAT_TEMPLATE = (
 )
 
 # Weights with two dimensions that files never quantize.
-_FLOAT_WEIGHTS = (".conv.weight", ".ssm_conv1d.weight", ".ssm_norm.weight", ".ssm_a", ".ssm_d")
+_FLOAT_WEIGHTS = (
+    *(".conv.weight", ".ssm_conv1d.weight", ".ssm_norm.weight", ".ssm_a", ".ssm_d"),
+    *(f".ssm_conv1d_{part}.weight" for part in "qkv"),
+)
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 BOS_ID, EOS_ID = 1, 2

@@ -18,6 +18,8 @@ from support.tiny_attention import (
     wide_metadata,
 )
 from support.tiny_hybrids import GRANITE, HYBRIDS
+from support.tiny_kimi import KIMI_LINEAR
+from support.tiny_llama4 import LLAMA4
 from support.tiny_recurrent import DELTA_NAMES, Delta, delta_config, delta_metadata
 from support.tiny_variant import Variant
 
@@ -723,6 +725,8 @@ FAMILIES: dict[str, Variant] = {
     "glm4": _GLM4,
     "gpt-oss": _GPT_OSS,
     "granite": GRANITE,
+    "kimi-linear": KIMI_LINEAR,
+    "llama4": LLAMA4,
     "minimax-m2": _MINIMAX_M2,
     "hy3": _HY3,
     "mellum": _MELLUM,

@@ -10,6 +10,7 @@ from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from support.tiny_attention import Latent, Wide
+    from support.tiny_kimi import Channels
     from support.tiny_mixers import Convolution, Mamba
     from support.tiny_recurrent import Delta
 
@@ -23,7 +24,8 @@ class Variant(Frozen):
     other names; `state_names` are complete names, and `model_names` names of weights outside of
     layers. `gguf_names` are other names in GGUF files. `fused` are stacks of rows that both files
     store, `folder_fused` those that only folders store; `expert_stacks` are folders' names of the
-    experts' matrices, gates and ups in one stack. `factors` is a RoPE table that the GGUF file
+    experts' matrices, gates and ups in one stack, with inputs before outputs if `are_transposed`;
+    every `expert_step`-th layer has experts. `factors` is a RoPE table that the GGUF file
     stores as a tensor. `norm_offset` is subtracted from the norm weights of folders.
     """
 
@@ -39,6 +41,8 @@ class Variant(Frozen):
     fused: dict[str, tuple[str, ...]] = field(default_factory=dict)
     folder_fused: dict[str, tuple[str, ...]] = field(default_factory=dict)
     expert_stacks: tuple[str, str] | None = None
+    are_transposed: bool = False
+    expert_step: int = 1
     state_names: dict[str, str] = field(default_factory=dict)
     factors: dict[str, tuple[float, ...]] = field(default_factory=dict)
     interleaves: bool = False
@@ -56,6 +60,7 @@ class Variant(Frozen):
     delta: Delta | None = None
     convolution: Convolution | None = None
     mamba: Mamba | None = None
+    channels: Channels | None = None
     blocks: str | None = None  # of each layer, if it has one block only: M, *, - or E
     expert_width: int | None = None  # of what experts read, if it is not the model's width
     layer_prefix: str = "model"  # of names in folders
@@ -72,5 +77,5 @@ class Variant(Frozen):
         """Return which layers have attention, repeated; None if all of them do."""
         if self.delta is not None:
             return tuple(self.delta.attends(layer) for layer in range(self.delta.interval))
-        mixer = self.convolution or self.mamba
+        mixer = self.convolution or self.mamba or self.channels
         return None if mixer is None else mixer.attends

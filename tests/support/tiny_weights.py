@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from msgspec.structs import replace
 
+from support.tiny_kimi import channels_weights, folder_channels, gguf_channels
 from support.tiny_mixers import (
     convolution_weights,
     folder_mixers,
@@ -72,6 +73,9 @@ def random_weights(tiny: Tiny, vocab_size: int) -> Weights:
             attention = _mixer(rng, tiny, layer)
         elif tiny.variant.delta is not None:
             attention = _hybrid_attention(rng, tiny, layer, tiny.variant.delta)
+        elif tiny.variant.channels is not None and not tiny.variant.channels.attends[layer]:
+            attention = {"attn_norm.weight": _norm(rng, tiny.hidden_size)}
+            attention |= channels_weights(rng, tiny, tiny.variant.channels)
         else:
             make = _attention if tiny.variant.latent is None else _latent_attention
             attention = make(rng, tiny)
@@ -95,6 +99,8 @@ def gguf_weights(tiny: Tiny, weights: Weights) -> Weights:
         stored_weights = gguf_recurrent(tiny, tiny.variant.delta, stored_weights)
     if tiny.variant.mamba is not None:
         stored_weights = gguf_mamba(tiny.variant.mamba, stored_weights)
+    if tiny.variant.channels is not None:
+        stored_weights = gguf_channels(stored_weights)
     has_experts = tiny.variant.num_experts > 0
     for layer in range(tiny.variant.first_with_experts, tiny.num_layers if has_experts else 0):
         for part in ("ffn_gate", "ffn_up", "ffn_down"):
@@ -128,12 +134,16 @@ def folder_weights(tiny: Tiny, weights: Weights) -> Weights:
         stored_weights = folder_recurrent(tiny, tiny.variant.delta, stored_weights)
     if tiny.variant.convolution or tiny.variant.mamba:
         stored_weights = folder_mixers(stored_weights)
+    if tiny.variant.channels is not None:
+        stored_weights = folder_channels(stored_weights)
     if tiny.variant.latent is not None:
         stored_weights = _in_one(tiny, stored_weights)
     stacks = {}
     stack_names = tiny.variant.expert_stacks
     if stack_names is not None:
         for layer in range(tiny.num_layers if tiny.variant.num_experts else 0):
+            if f"blk.{layer}.ffn_up.0.weight" not in stored_weights:
+                continue
             gates, ups, downs = (
                 [
                     stored_weights.pop(f"blk.{layer}.{part}.{e}.weight")
@@ -142,8 +152,10 @@ def folder_weights(tiny: Tiny, weights: Weights) -> Weights:
                 for part in ("ffn_gate", "ffn_up", "ffn_down")
             )
             both = [np.concatenate(pair) for pair in zip(gates, ups, strict=True)]
-            stacks[f"model.layers.{layer}.{stack_names[0]}"] = np.stack(both)
-            stacks[f"model.layers.{layer}.{stack_names[1]}"] = np.stack(downs)
+            for name, matrices in zip(stack_names, (both, downs), strict=True):
+                stack = np.stack(matrices)
+                stack = stack.swapaxes(1, 2) if tiny.variant.are_transposed else stack
+                stacks[f"model.layers.{layer}.{name}"] = np.ascontiguousarray(stack)
     if tiny.variant.has_expert_biases:
         stacks = _alternating_stacks(tiny, stored_weights)
     stored_weights = _fused(tiny, stored_weights, tiny.variant.fused | tiny.variant.folder_fused)
@@ -279,7 +291,8 @@ def _latent_attention(rng: np.random.Generator, tiny: Tiny) -> Weights:
 
 def _feed_forward(rng: np.random.Generator, tiny: Tiny, layer: int) -> Weights:
     hidden, variant = tiny.hidden_size, tiny.variant
-    num_experts = variant.num_experts if layer >= variant.first_with_experts else 0
+    has_experts = layer >= variant.first_with_experts and (layer + 1) % variant.expert_step == 0
+    num_experts = variant.num_experts if has_experts else 0
     part: Weights = {}
     if variant.pre_norms:
         part[f"{variant.ffn_norm}.weight"] = _norm(rng, hidden)
@@ -344,6 +357,8 @@ def _latent_stacks(tiny: Tiny, weights: Weights) -> Weights:
     for layer in range(tiny.num_layers):
         for part in ("attn_k_b", "attn_v_b"):
             names = [f"blk.{layer}.{part}.{head}.weight" for head in range(tiny.num_heads)]
+            if names[0] not in stored_weights:
+                continue
             stored_weights[f"blk.{layer}.{part}.weight"] = np.stack(
                 [stored_weights.pop(name) for name in names]
             )
@@ -355,6 +370,8 @@ def _in_one(tiny: Tiny, weights: Weights) -> Weights:
     stored_weights = dict(weights)
     for layer in range(tiny.num_layers):
         rows: list[np.ndarray] = []
+        if f"blk.{layer}.attn_k_b.0.weight" not in stored_weights:
+            continue
         for head in range(tiny.num_heads):
             rows.append(stored_weights.pop(f"blk.{layer}.attn_k_b.{head}.weight").T)
             rows.append(stored_weights.pop(f"blk.{layer}.attn_v_b.{head}.weight"))
@@ -367,6 +384,8 @@ def _fused(tiny: Tiny, weights: Weights, fused: dict[str, tuple[str, ...]]) -> W
     stored_weights = dict(weights)
     for layer in range(tiny.num_layers):
         for fused_name, parts in fused.items():
+            if f"blk.{layer}.{parts[0]}.weight" not in stored_weights:
+                continue
             rows = [stored_weights.pop(f"blk.{layer}.{part}.weight") for part in parts]
             stored_weights[f"blk.{layer}.{fused_name}.weight"] = np.concatenate(rows)
     return stored_weights

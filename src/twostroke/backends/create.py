@@ -13,7 +13,6 @@ from twostroke.backends.cpu.packed_store import PackedStore
 from twostroke.core.env import cache_dir, install_command
 from twostroke.core.errors import BackendError
 from twostroke.core.hardware import memory_available, resolve_num_threads
-from twostroke.core.message_text import counted_noun
 from twostroke.core.options import ACTIVATION_BITS
 from twostroke.model.families import build_program
 from twostroke.model.program.cost import CostModel
@@ -61,30 +60,10 @@ def check_backend(options: EngineOptions, program: Program, notify: Callable[[st
             f"{program.name} has recurrent layers, which the backend gpu cannot compute yet: use "
             "--backend cpu."
         )
-    usable = usable_context(options.compute, program)
-    if usable < program.context_length:
-        message = (
-            f"The cpu backend computes only the first {usable} of "
-            f"{counted_noun(program.context_length, 'token')} of context of {program.name}, whose "
-            "later queries have an attention temperature"
-        )
-        if (options.cache.context_length or 0) > usable:
-            raise BackendError(f"{message}: lower --context-length, or use --backend torch.")
-        notify(f"{message}; --backend torch computes all.")
     if options.compute.backend == "gpu":
         check_gpu(program, options.compute)
     elif options.compute.backend == "auto" and device.may_exist():
         notify("There is a GPU, which --backend gpu uses; that backend is young.")
-
-
-def usable_context(compute: ComputeOptions, program: Program) -> int:
-    """Return the tokens of context that the selected backend computes: all, except on the cpu.
-
-    The native kernels have no attention temperature, which changes later queries.
-    """
-    if program.temperature_length is None or not is_native(compute):
-        return program.context_length
-    return min(program.context_length, program.temperature_length)
 
 
 def check_gpu(program: Program, compute: ComputeOptions) -> None:

@@ -17,7 +17,6 @@ from twostroke.backends.create import (
     check_backend,
     gpu_device,
     is_native,
-    usable_context,
 )
 from twostroke.backends.machine_limits import MachineLimits
 from twostroke.backends.recipe import EngineRecipe
@@ -209,10 +208,6 @@ def _with_checked_options(recipe: EngineRecipe, say: Callable[[str], None]) -> E
     """
     options, program = recipe.options, recipe.program
     check_backend(options, program, say)
-    usable = usable_context(options.compute, program)
-    if usable < program.context_length:
-        program = replace(program, context_length=usable)
-        recipe = replace(recipe, program=program)
     if not program.state_layers:
         return recipe
     name = f"{program.name} has recurrent layers, whose states"

@@ -53,6 +53,7 @@ HYBRIDS = {
     "grouped": hybrid_program(),
     "tiled": hybrid_program((False, True), is_tiled=True, key_dim=32, value_dim=64),
     "one value head": hybrid_program((False, False), num_key_heads=1, num_value_heads=1),
+    "channels": hybrid_program(mixer="channels"),
     "convolution": hybrid_program(mixer="convolution"),
     "mamba": hybrid_program(mixer="mamba"),
     "mamba, one group": hybrid_program(mixer="mamba", num_groups=1, state_size=32, head_dim=64),

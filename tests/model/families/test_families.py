@@ -41,7 +41,7 @@ def test_every_architecture_has_a_tiny_model() -> None:
     assert {variant.architecture for variant in FAMILIES.values()} == ARCHITECTURES.keys()
     # As gemma3_text, gemma4_text and deepseek_v3.
     same_types = {"gemma3", "gemma4", "gemma4_unified", "gemma4_unified_text", "kimi_k2"}
-    same_types |= {"qwen3_5", "qwen3_5_moe", "muse_glimmer"}
+    same_types |= {"qwen3_5", "qwen3_5_moe", "muse_glimmer", "llama4"}
     assert {variant.model_type for variant in FAMILIES.values()} | same_types == MODEL_TYPES.keys()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -14,6 +15,7 @@ from twostroke.core.sampling import SamplingParams
 from twostroke.core.step import Slice, StepPlan
 from twostroke.model.families import ModelSpec, RopeSpec, build_program
 from twostroke.model.program import BatchShape
+from twostroke.model.program.batch import DecodeRun
 from twostroke.model.program.cost import Cost, CostModel, StepCost
 from twostroke.model.program.kv_layout import FLOAT16, CacheFormat, CacheLayer
 from twostroke.model.program.mesh import Mesh
@@ -111,6 +113,25 @@ def test_rows_attend_to_their_window_and_no_further() -> None:
         ends = range(start + 1, start + count + 1)
         assert batch.num_attended(window) == sum(min(end, window) for end in ends)
         assert batch.num_context(window) == min(start, window - 1) + count
+
+
+def test_rows_attend_to_their_own_chunk() -> None:
+    rng = random.Random(3)
+    for _ in range(100):
+        start, count, chunk = rng.randrange(300), rng.randrange(1, 90), rng.randrange(1, 200)
+        batch = BatchShape.prefill(count, start)
+        seen = {row: range(row - row % chunk, row + 1) for row in range(start, start + count)}
+        read = {position for positions in seen.values() for position in positions}
+        splits = {row: {position // 64 for position in seen[row]} for row in seen}
+        sizes: dict[str, Any] = {"window": chunk, "is_chunked": True}
+        assert batch.num_attended(**sizes) == sum(map(len, seen.values()))
+        assert batch.num_context(**sizes) == len(read)
+        assert batch.num_kv_splits(**sizes) == len(set().union(*splits.values()))
+        assert batch.num_partial_attentions(**sizes) == sum(map(len, splits.values()))
+        run = DecodeRun.of_steps((start, 7), 50)
+        counts = [run.shape_at(step).num_attended(**sizes) for step in range(50)]
+        assert run.num_attended(**sizes).tolist() == counts
+        assert run.num_context(**sizes).tolist() == counts
 
 
 def test_logits_are_read_only_if_a_row_is_sampled() -> None:

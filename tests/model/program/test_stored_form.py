@@ -56,6 +56,8 @@ PROGRAMS = {
     "glm4": "c59785e4dbe62aa9",
     "gpt-oss": "20c48865caee9ab7",
     "granite": "6591b33977494812",
+    "kimi-linear": "b9edbaf49c78cf98",
+    "llama4": "b445c91691f512b8",
     "minimax-m2": "6b3d4e2d7f1a7ef2",
     "hy3": "7c1876cc22a7497a",
     "mellum": "f9a2bf2bad8a83f7",

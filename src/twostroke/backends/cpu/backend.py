@@ -20,7 +20,7 @@ from twostroke.backends.cpu.team import ActiveThreads, thread_pool
 from twostroke.backends.cpu.weights import PackedWeights
 from twostroke.backends.interface import BackendFacts
 from twostroke.backends.reference.operations import rms_norm
-from twostroke.core.errors import BackendError, RanksLostError
+from twostroke.core.errors import RanksLostError
 from twostroke.core.message_text import counted_noun
 from twostroke.core.options import DEFAULT_ACTIVATION_BITS, ActivationBits, activation_bits_or_map
 from twostroke.core.step import StepResult
@@ -205,7 +205,6 @@ class CpuBackend:
 
         The rows are computed as decode steps compute them. Used to choose activation bits.
         """
-        self._check_positions(len(tokens))
         logits = np.empty((len(tokens), self._program.vocab_size), np.float32)
         lowered = lower(self._program, activation_bits=bits)
         self._plan.evaluate(lowered, tokens, logits, [], generated=True)
@@ -215,7 +214,6 @@ class CpuBackend:
         self, tokens: Sequence[int], values: Sequence[str], *, generated: bool = False
     ) -> dict[str, NDArray[np.float32]]:
         """Return intermediate values of the model for a token sequence; see `Backend.trace`."""
-        self._check_positions(len(tokens))
         widths, logits = self._program.value_widths, self._program.ops[-1].output
         arrays = {name: np.empty((len(tokens), widths[name]), np.float32) for name in values}
         taps = [name for name in arrays if name != logits]
@@ -299,16 +297,6 @@ class CpuBackend:
             num_states=pages.num_states if self._program.state_layers else 0,
             steps_ahead=len(self._weight_shard.mesh.stages) - 1 if self._weight_shard else 0,
         )
-
-    def _check_positions(self, num_tokens: int) -> None:
-        """Raise BackendError if a sequence has queries whose attention temperature is not 1."""
-        limit = self._program.temperature_length
-        if limit is not None and num_tokens > limit:
-            raise BackendError(
-                f"The cpu backend computes at most {counted_noun(limit, 'token')} of "
-                f"{self._program.name}, not {num_tokens}, because later queries have an attention "
-                "temperature; --backend torch computes all."
-            )
 
     def _tapped(self, value: str | None) -> str | None:
         """Return the Program's value that steps also return: `value`, or the one to embed."""

@@ -21,7 +21,7 @@ from twostroke.core.errors import BackendError, UsageError, nearest
 from twostroke.core.frozen import Frozen
 from twostroke.model.program.kv_layout import DEFAULT_FORMAT
 
-INTERFACE_VERSION = 35  # as in native/c_interface.cpp
+INTERFACE_VERSION = 36  # as in native/c_interface.cpp
 
 _IS_ARM = platform.machine().lower() in {"aarch64", "arm64"}
 _ARM_LEVELS = {"neon_dotprod": (8, "Armv8.2-A with dot products (asimddp)")}

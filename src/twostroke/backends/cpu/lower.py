@@ -27,6 +27,7 @@ from twostroke.backends.cpu.records import (
     ACTIVATIONS,
     NONE,
     ExpertRecord,
+    ExpertShareKind,
     KvTarget,
     OpKind,
     OpRecord,
@@ -353,6 +354,8 @@ class _CpuLowering:
             matrices = [_index_in(self._matrices, name) for name in expert.matrices]
             biases = [self._vector(name) for name in expert.biases]
             self._experts.append(ExpertRecord(*matrices, *biases))
+        if isinstance(op, ops.ExpertTerms) and op.scales_inputs:
+            fields["shares"] = ExpertShareKind.OF_INPUTS
         fields |= {"num_used": op.num_used, "activation": ACTIVATIONS[op.activation]}
         fields |= {"num_experts": num_experts, "num_own": len(op.experts)}
         self._emit(kind, *run, first_expert=first, **fields)

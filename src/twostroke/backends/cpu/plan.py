@@ -30,7 +30,7 @@ from twostroke.core.errors import BackendError, MemoryLimitError, RanksLostError
 from twostroke.core.frozen import Frozen
 from twostroke.core.message_text import counted_noun
 from twostroke.core.request import NO_STATE
-from twostroke.model.program.ops import SplitKvAttention
+from twostroke.model.program.ops import QueryRope, SplitKvAttention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -336,10 +336,16 @@ def _shared_arrays(
 def _rope_record(rope: ops.Rope) -> RopeRecord:
     num_pairs = len(rope.inverse_frequencies)
     frequencies = (c_double * num_pairs)(*rope.inverse_frequencies)
-    return RopeRecord(
+    record = RopeRecord(
         inverse_frequencies=frequencies,
         magnitude=rope.magnitude,
+        temperature_length=1,
         num_pairs=num_pairs,
         is_interleaved=int(rope.interleaved),
         head_dim=rope.head_dim,
     )
+    if isinstance(rope, QueryRope):
+        record.temperature_scale = rope.temperature_scale
+        record.temperature_length = rope.temperature_length
+        record.temperature_offset = rope.temperature_offset
+    return record

@@ -58,6 +58,7 @@ def fields_of_attention(op: ops.Attention | ops.SplitKvAttention) -> Fields:
         "group": op.group_size,
         "scale": op.scale,
         "window": min(op.window or 0, _MAX_TOKENS),
+        "is_chunked": op.is_chunked,
         "soft_cap": op.soft_cap or 0,
     }
 
@@ -104,6 +105,7 @@ def fields_of_delta_rule(op: ops.GatedDeltaRule) -> Fields:
         "group": op.num_all_heads // op.num_key_heads,
         "x_head": op.key_dim,
         "is_tiled": op.is_tiled,
+        "gates_channels": op.gates_channels,
         "epsilon": op.epsilon,
     }
 
@@ -124,6 +126,8 @@ def fields_of_mamba2(op: ops.Mamba2) -> Fields:
 
 def shares_of(op: ops.MixtureOfExperts | ops.SumTerms) -> ExpertShareKind:
     """Return how a mixture's expert weights are computed from router scores, as a native code."""
+    if op.scales_inputs:
+        return ExpertShareKind.OF_INPUTS
     if op.are_shares:
         return ExpertShareKind.SCORES
     return ExpertShareKind.CHOSEN_SCORES if op.normalize else ExpertShareKind.ALL_SCORES

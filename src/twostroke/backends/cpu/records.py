@@ -88,12 +88,14 @@ class ExpertShareKind(IntEnum):
     """How the weights of a row's chosen experts are computed from the router's scores.
 
     `ALL_SCORES`: normalized over all experts. `CHOSEN_SCORES`: normalized over the chosen experts.
-    `SCORES`: the scores are the weights.
+    `SCORES`: the scores are the weights. `OF_INPUTS`: the sigmoid of the scores, which multiplies
+    the experts' inputs.
     """
 
     ALL_SCORES = 0
     CHOSEN_SCORES = 1
     SCORES = 2
+    OF_INPUTS = 3
 
 
 class CacheFormatCode(IntEnum):
@@ -145,6 +147,7 @@ class OpRecord(ctypes.Structure):
         ("is_stored", c_int32),
         ("tap", c_int32),
         ("window", c_int32),
+        ("is_chunked", c_int32),
         ("first_expert", c_int32),
         ("num_experts", c_int32),
         ("own_expert", c_int32),
@@ -165,6 +168,7 @@ class OpRecord(ctypes.Structure):
         ("group_best", c_int32),
         ("kernel", c_int32),
         ("is_tiled", c_int32),
+        ("gates_channels", c_int32),
         ("is_wide", c_int32),
         ("num_outputs", c_int32),
         ("outputs", OutputRecord * MAX_OUTPUTS),
@@ -180,11 +184,14 @@ class ExpertRecord(ctypes.Structure):
 
 
 class RopeRecord(ctypes.Structure):
-    """C struct: the frequencies of a rotary position embedding."""
+    """C struct: the frequencies of a rotary position embedding, and its attention temperature."""
 
     _fields_ = (
         ("inverse_frequencies", POINTER(c_double)),
         ("magnitude", c_double),
+        ("temperature_scale", c_double),
+        ("temperature_length", c_int64),
+        ("temperature_offset", c_int64),
         ("num_pairs", c_int32),
         ("is_interleaved", c_int32),
         ("head_dim", c_int32),

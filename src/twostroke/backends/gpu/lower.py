@@ -337,6 +337,8 @@ class _GpuLowering:
             self._refuse("divides heads evenly")
         if op.sinks is not None:
             self._refuse("does not compute attention sinks yet")
+        if op.is_chunked:
+            self._refuse("does not compute chunked attention yet")
         names = (op.q, op.k, op.v) if op.stores else (op.q,)
         sources = tuple([self._source(name) for name in names])
         self._attend(op, StoreKv(sources, op, self._new(op.width, BufferType.ELEMENT)))
@@ -365,6 +367,8 @@ class _GpuLowering:
     def _mix(self, op: ops.MixtureOfExperts) -> None:
         if any(bias is not None for bias in op.experts[0].biases):
             self._refuse("does not add biases of experts yet")
+        if op.scales_inputs:
+            self._refuse("does not scale the inputs of experts yet")
         self._check_activation(op.activation)
         x = self._element(op.x)
         scores, route = self._routes.pop(op.scores, None) or (self._columns_of(op.scores), None)

@@ -58,11 +58,12 @@ def rotation_floats(lowered: GpuLowered, num_positions: int) -> int:
     return 2 * num_positions * sum(len(frequencies) for frequencies, *_ in tables)
 
 
-def _rotation_key(op: ops.Rope) -> tuple[tuple[float, ...], float, float, int]:
+def _rotation_key(op: ops.Rope) -> tuple[tuple[float, ...], float, float, int, int]:
     """Return a value that rotations with the same table share; its first part are the angles."""
     if isinstance(op, ops.QueryRope):
-        return op.inverse_frequencies, op.magnitude, op.temperature_scale, op.temperature_length
-    return op.inverse_frequencies, op.magnitude, 0.0, 1
+        temperature = op.temperature_scale, op.temperature_length, op.temperature_offset
+        return op.inverse_frequencies, op.magnitude, *temperature
+    return op.inverse_frequencies, op.magnitude, 0.0, 1, 0
 
 
 def tiling_of(gpu: Gpu, op: ops.Attention) -> Tiling:
@@ -243,7 +244,7 @@ class StepAttention:
             angles = positions * np.array(op.inverse_frequencies)
             table = np.stack([np.cos(angles), np.sin(angles)], axis=1) * op.magnitude
             if isinstance(op, ops.QueryRope):
-                periods = positions[:, None] // op.temperature_length
+                periods = (positions[:, None] + op.temperature_offset) // op.temperature_length
                 table *= 1 + op.temperature_scale * np.log1p(periods)
             values = torch.from_numpy(table.astype(np.float32)).to(self._gpu.device)
             self._rotations[key] = rope.Rotation(

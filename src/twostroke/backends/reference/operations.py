@@ -16,6 +16,7 @@ from twostroke.backends.reference.recurrent import (
 from twostroke.backends.spans import PageMap
 from twostroke.core.frozen import Frozen
 from twostroke.model.program import Activation, ops
+from twostroke.model.program.kv_layout import first_seen
 from twostroke.model.program.operation import SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def rotate(op: ops.Rope, x: Array, positions: NDArray[np.int64]) -> Array:
     angles = positions[:, None] * np.array(op.inverse_frequencies)  # (rows, pairs), float64
     magnitude: float | NDArray[np.float64] = op.magnitude
     if isinstance(op, ops.QueryRope):
-        periods = positions[:, None] // op.temperature_length
+        periods = (positions[:, None] + op.temperature_offset) // op.temperature_length
         magnitude = magnitude * (1 + op.temperature_scale * np.log1p(periods))
     cosine = (np.cos(angles) * magnitude).astype(np.float32)[:, None, :]
     sine = (np.sin(angles) * magnitude).astype(np.float32)[:, None, :]
@@ -178,9 +179,7 @@ def _attention(op: ops.Attention, values: Mapping[str, Array], state: ReferenceS
             rows = span.stored_rows
             stored = np.arange(span.end - len(rows), span.end)
             state.cache.store(span, op.layer, stored, values[op.k][rows], values[op.v][rows])
-        visible = np.arange(
-            0 if op.window is None else max(0, span.start + 1 - op.window), span.end
-        )
+        visible = np.arange(first_visible(op, span), span.end)
         keys, vals = state.cache.load(span, op, visible)
         queries = q[span.rows].reshape(-1, op.num_heads, op.head_dim)
         scores = attention_scores(op, queries, keys, np.arange(span.start, span.end), visible)
@@ -190,6 +189,14 @@ def _attention(op: ops.Attention, values: Mapping[str, Array], state: ReferenceS
             heads[:, head] = weights @ vals[:, _kv_head(op, head)]
         output[span.rows] = heads.reshape(len(queries), -1)
     return output
+
+
+def first_visible(op: ops.Attention | ops.SplitKvAttention, span: RowSpan) -> int:
+    """Return the first position that a row of a span sees; earlier pages may have been freed."""
+    if op.window is None:
+        return 0
+    first: int = first_seen(span.start, op.window, is_chunked=op.is_chunked)
+    return max(0, first)
 
 
 def attention_scores(
@@ -203,8 +210,10 @@ def attention_scores(
 
     q is (rows, heads, head_dim), and k is (keys, kv_heads, head_dim).
     """
-    distance = query_positions[:, None] - key_positions
-    hidden = distance < 0 if op.window is None else (distance < 0) | (distance >= op.window)
+    hidden = query_positions[:, None] < key_positions
+    if op.window is not None:
+        first = first_seen(query_positions[:, None], op.window, is_chunked=op.is_chunked)
+        hidden |= key_positions < first
     scores = np.empty((op.num_heads, len(q), len(k)), np.float32)
     for head in range(op.num_heads):
         scores[head] = q[:, head] @ k[:, _kv_head(op, head)].T * np.float32(op.scale)
@@ -283,8 +292,11 @@ def _expert_terms(
         rows, slots = np.nonzero(experts == index)
         if not len(rows):
             continue
+        inputs = x[rows]
+        if op.scales_inputs:
+            inputs = inputs * _activate(Activation.SIGMOID, scores[rows, index])[:, None]
         gates, ups = (
-            _linear(x[rows], weights[matrix], None if bias is None else weights[bias])
+            _linear(inputs, weights[matrix], None if bias is None else weights[bias])
             for matrix, bias in zip(expert.matrices[:2], expert.biases[:2], strict=True)
         )
         gated = gate(op.activation, gates, ups)
@@ -297,7 +309,9 @@ def _sum_terms(op: ops.SumTerms, x: Array, scores: Array) -> Array:
     experts = choose_experts(scores, op.num_used)
     all_shares = scores if op.are_shares else _softmax(scores)
     shares = np.take_along_axis(all_shares, experts, axis=1)  # (rows, num_used)
-    if op.normalize:
+    if op.scales_inputs:
+        shares = np.ones_like(shares)
+    elif op.normalize:
         shares /= shares.sum(axis=1, keepdims=True)
     output = np.zeros((len(x), op.width), np.float32)
     for slot, term in enumerate(np.split(x, op.num_used, axis=1)):

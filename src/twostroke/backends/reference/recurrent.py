@@ -86,7 +86,8 @@ def gated_delta_rule(
 ) -> Array:
     """Compute the gated delta rule row by row (see `ops.GatedDeltaRule`).
 
-    `values`: queries, keys and values (rows, in_width), decays and strengths (rows, value heads).
+    `values`: queries, keys and values (rows, in_width), decays (rows, value heads or channels of
+    all heads) and strengths (rows, value heads).
     """
     x, decay, strength = values
     own_heads = slice(op.first_head, op.first_head + op.num_value_heads)
@@ -97,17 +98,17 @@ def gated_delta_rule(
     queries = queries * np.float32(op.key_dim**-0.5)
     heads = x[:, op.first_value : op.first_value + op.width]
     heads = heads.reshape(len(x), op.num_value_heads, op.value_dim)
-    rates = weights[op.decay_rate][own_heads] * np.logaddexp(
-        np.float32(0), decay + weights[op.decay_bias][own_heads], dtype=np.float32
-    )
-    decays = np.exp(rates)
+    biases = weights[op.decay_bias].reshape(op.num_all_heads, op.decay_width)[own_heads]
+    shifted = decay.reshape(len(x), op.num_value_heads, op.decay_width) + biases
+    softened = np.logaddexp(np.float32(0), shifted, dtype=np.float32)
+    decays = np.exp(weights[op.decay_rate][own_heads, None] * softened)  # (rows, heads, 1 or keys)
     strengths = 1 / (1 + np.exp(-strength))
     output = np.empty((len(x), op.num_value_heads, op.value_dim), np.float32)
     shape = (op.num_value_heads, op.key_dim, op.value_dim)
     for span in spans:
         state = memory.read(span, op.layer).reshape(shape)
         for row in range(span.rows.start, span.rows.stop):
-            state *= decays[row, :, None, None]
+            state *= decays[row, ..., None]
             predicted = np.einsum("hk,hkv->hv", keys[row], state)
             correction = strengths[row, :, None] * (heads[row] - predicted)
             state += keys[row, :, :, None] * correction[:, None, :]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from twostroke.backends.reference.operations import attention_scores
+from twostroke.backends.reference.operations import attention_scores, first_visible
 from twostroke.core.frozen import Frozen
 from twostroke.model.program.kv_layout import KV_SPLIT_TOKENS
 
@@ -85,8 +85,7 @@ def merge_partials(
 
 def _visible_splits(op: SplitKvAttention, span: RowSpan) -> range:
     """Return the indices of the KV splits that have tokens which a span's rows see, in order."""
-    first = 0 if op.window is None else max(0, span.start + 1 - op.window)
-    return range(first // KV_SPLIT_TOKENS, -(-span.end // KV_SPLIT_TOKENS))
+    return range(first_visible(op, span) // KV_SPLIT_TOKENS, -(-span.end // KV_SPLIT_TOKENS))
 
 
 def _partial_attention(
@@ -95,8 +94,7 @@ def _partial_attention(
     """Compute the attention of queries q (rows, heads, head_dim) of a span to one KV split."""
     first = split * KV_SPLIT_TOKENS
     positions = np.arange(first, min(span.end, first + KV_SPLIT_TOKENS))
-    if op.window is not None:  # pages before the window may have been freed
-        positions = positions[positions > span.start - op.window]
+    positions = positions[positions >= first_visible(op, span)]
     keys, vals = state.cache.load(span, op, positions)
     scores = attention_scores(op, q, keys, np.arange(span.start, span.end), positions)
     peak = scores.max(axis=2)

@@ -11,6 +11,7 @@ from torch.nn import functional
 from twostroke.backends.torch.recurrent import gated_delta_rule, mamba2, short_convolution
 from twostroke.core.frozen import Frozen
 from twostroke.model.program import Activation, ops
+from twostroke.model.program.kv_layout import first_seen
 from twostroke.model.program.operation import SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT
 
 if TYPE_CHECKING:
@@ -162,8 +163,8 @@ def _rope(op: ops.Rope, x: Tensor, positions: Tensor) -> Tensor:
     angles = positions[:, None] * frequencies  # (rows, pairs)
     magnitude: float | Tensor = op.magnitude
     if isinstance(op, ops.QueryRope):
-        periods = (positions[:, None] // op.temperature_length).double()
-        magnitude = magnitude * (1 + op.temperature_scale * periods.log1p())
+        periods = (positions[:, None] + op.temperature_offset) // op.temperature_length
+        magnitude = magnitude * (1 + op.temperature_scale * periods.double().log1p())
     cosine = (angles.cos() * magnitude).to(x.dtype)[:, None, :]
     sine = (angles.sin() * magnitude).to(x.dtype)[:, None, :]
     heads = x.reshape(len(x), op.num_heads, op.head_dim)
@@ -192,10 +193,11 @@ def _attention(op: ops.Attention, values: Mapping[str, Tensor], state: TorchStep
             continue
         queries = q[rows.start - own_rows.start : rows.stop - own_rows.start]
         queries = queries.reshape(-1, op.num_heads, op.head_dim)
-        distance = state.positions[rows, None] - torch.arange(
-            first, first + len(keys), device=q.device
-        )
-        seen = distance >= 0 if op.window is None else (distance >= 0) & (distance < op.window)
+        positions = state.positions[rows, None]
+        key_positions = torch.arange(first, first + len(keys), device=q.device)
+        seen = key_positions <= positions
+        if op.window is not None:
+            seen &= key_positions >= first_seen(positions, op.window, is_chunked=op.is_chunked)
         outputs.append(_attend(op, queries, keys, vals, seen=seen, sinks=sinks))
     return torch.cat(outputs)
 
@@ -285,14 +287,19 @@ def _expert_terms(
         gate_bias, up_bias, down_bias = (
             None if bias is None else weights[bias] for bias in expert.biases
         )
-        gates = _linear(x[rows], weights[expert.gate], gate_bias)
-        ups = _linear(x[rows], weights[expert.up], up_bias)
+        inputs = x[rows]
+        if op.scales_inputs:
+            inputs = inputs * values[op.scores][rows, index, None].sigmoid()
+        gates = _linear(inputs, weights[expert.gate], gate_bias)
+        ups = _linear(inputs, weights[expert.up], up_bias)
         mixed = _gate(op.activation, gates, ups)
         terms[rows, slots] = _linear(mixed, weights[expert.down], down_bias)
     return terms.flatten(1)
 
 
 def _sum_terms(op: ops.SumTerms, terms: Tensor, scores: Tensor) -> Tensor:
+    if op.scales_inputs:
+        return sum(terms.unflatten(1, (op.num_used, -1)).unbind(1))
     all_shares = scores if op.are_shares else scores.softmax(dim=-1)
     shares = all_shares.gather(1, _experts_of_rows(op, scores))  # (rows, num_used)
     if op.normalize:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from twostroke.backends.spans import PageMap
+from twostroke.model.program.kv_layout import first_seen
 from twostroke.model.program.ops import SharedKvAttention
 
 if TYPE_CHECKING:
@@ -95,7 +96,9 @@ class PagedStep:
             stored_slots = self._pages.map.slots(span, op.layer, stored)
             for part, column in zip(step_kv, columns if step_kv else (), strict=True):
                 memory[torch.from_numpy(stored_slots).to(memory.device), column] = part[rows]
-            first = 0 if op.window is None else max(0, span.start + 1 - op.window)
+            first = 0
+            if op.window is not None:
+                first = max(0, first_seen(span.start, op.window, is_chunked=op.is_chunked))
             context_slots = self._pages.map.slots(span, op.layer, np.arange(first, span.end))
             slots = torch.from_numpy(context_slots).to(memory.device)
             shape = (len(slots), op.num_kv_heads, op.head_dim)

@@ -194,9 +194,10 @@ def gated_delta_rule(
 ) -> Tensor:
     """Compute the gated delta rule row by row (see `ops.GatedDeltaRule`).
 
-    `values`: queries, keys and values (rows, in_width), decays and strengths (rows, value heads).
-    Only functions and products are used here whose rounding does not depend on the number of rows
-    and sequences; PyTorch's sigmoid and softplus round the last of many numbers otherwise.
+    `values`: queries, keys and values (rows, in_width), decays (rows, value heads or channels of
+    all heads) and strengths (rows, value heads). Only functions and products are used here whose
+    rounding does not depend on the number of rows and sequences; PyTorch's sigmoid and softplus
+    round the last of many numbers otherwise.
     """
     x, decay, strength = values
     own_heads = slice(op.first_head, op.first_head + op.num_value_heads)
@@ -207,15 +208,16 @@ def gated_delta_rule(
     queries = queries * op.key_dim**-0.5
     heads = x[:, op.first_value : op.first_value + op.width]
     heads = heads.reshape(len(x), op.num_value_heads, op.value_dim)
-    shifted = decay + weights[op.decay_bias][own_heads]
-    decays = (weights[op.decay_rate][own_heads] * _softplus(shifted)).exp()
+    biases = weights[op.decay_bias].reshape(op.num_all_heads, op.decay_width)[own_heads]
+    shifted = decay.reshape(len(x), op.num_value_heads, op.decay_width) + biases
+    decays = (weights[op.decay_rate][own_heads, None] * _softplus(shifted)).exp()
     strengths = 1 / (1 + strength.neg().exp())
     output = x.new_empty((len(x), op.num_value_heads, op.value_dim))
     states = step.read(op.layer).reshape(-1, op.num_value_heads, op.key_dim, op.value_dim)
     for row, rows in enumerate(step.rows):
         query, key = queries[rows][..., None, :], keys[rows][..., None, :]
         active = states[: len(key)]  # a view: later rows change the same states
-        active *= decays[rows][..., None, None]
+        active *= decays[rows][..., None]
         predicted = (key @ active)[..., 0, :]
         correction = strengths[rows][..., None] * (heads[rows] - predicted)
         active += key.mT * correction[..., None, :]

@@ -17,8 +17,10 @@ from twostroke.model.families.gpt_oss import GPT_OSS
 from twostroke.model.families.granite import GRANITE
 from twostroke.model.families.granite_hybrid import GRANITE_HYBRID
 from twostroke.model.families.hunyuan import HY_V3
+from twostroke.model.families.kimi_linear import KIMI_LINEAR
 from twostroke.model.families.lfm2 import LFM2, LFM2_MOE
 from twostroke.model.families.llama import LLAMA, PHI3, SEED_OSS
+from twostroke.model.families.llama4 import LLAMA4
 from twostroke.model.families.mellum import MELLUM
 from twostroke.model.families.minimax import MINIMAX_M2
 from twostroke.model.families.ministral import MISTRAL3
@@ -48,8 +50,10 @@ ARCHITECTURES: dict[str, Family] = {
     "granite": GRANITE,
     "granitehybrid": GRANITE_HYBRID,
     "hy_v3": HY_V3,
+    "kimi-linear": KIMI_LINEAR,
     "lfm2": LFM2,
     "lfm2moe": LFM2_MOE,
+    "llama4": LLAMA4,
     "mellum": MELLUM,
     "minimax-m2": MINIMAX_M2,
     "mistral3": MISTRAL3,

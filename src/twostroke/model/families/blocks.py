@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
-from twostroke.model.families.recurrent_blocks import mamba2, short_convolution
+from twostroke.model.families.recurrent_blocks import (
+    channel_delta_rule,
+    mamba2,
+    short_convolution,
+)
 from twostroke.model.families.spec import LayerKind
 from twostroke.model.program import Activation, Program, ops
 
@@ -105,6 +109,7 @@ def attention(
             soft_cap=spec.attention_soft_cap,
             origin=origin,
             sinks=f"{name}.attn_sinks.weight" if spec.has_sinks else None,
+            is_chunked=window is not None and window.is_chunked,
         )
     )
     if spec.gates_attention:
@@ -261,7 +266,7 @@ def latent_attention(spec: ModelSpec, layer: int, x: str, output: str) -> list[O
             q=f"{q}.joined.roped",
             k=f"{name}.k.joined.roped",
             v=f"{name}.k.joined.roped",
-            layer=layer,
+            layer=spec.cache_layer_of(layer),
             num_heads=heads,
             num_kv_heads=1,
             head_dim=stored_width,
@@ -409,6 +414,7 @@ def mixture_of_experts(spec: ModelSpec, layer: int, x: str, output: str) -> list
             normalize=experts.normalize and experts.routing is None,
             activation=spec.activation,
             are_shares=experts.routing is not None,
+            scales_inputs=experts.scales_inputs,
         )
     )
     if experts.latent_size:
@@ -495,8 +501,9 @@ def residual_layer(
     )
     if spec.attends is not None and not spec.attends[layer]:
         attention_part = short_convolution if spec.convolution else mamba2
-        attention_part = delta_rule if spec.delta else attention_part
-    has_experts = spec.experts is not None and layer >= spec.experts.first_layer
+        if spec.delta:
+            attention_part = channel_delta_rule if spec.delta.gates_channels else delta_rule
+    has_experts = spec.has_experts(layer)
     ffn_part = mixture_of_experts if has_experts else feed_forward
     if has_experts and spec.experts and spec.experts.adds_dense_ffn:
         ffn_part = mixture_with_dense_ffn
@@ -549,6 +556,7 @@ def _rope(
             ops.QueryRope,
             temperature_scale=rope.temperature_scale,
             temperature_length=rope.temperature_length,
+            temperature_offset=rope.temperature_offset,
         )
     return rotate(
         f"{x}.roped",

@@ -39,7 +39,7 @@ def gguf_values(fields: Fields) -> dict[str, Any]:
     files have the sizes of expanded heads instead. YaRN's multiplier is removed from RoPE: it
     applies to the scores alone, and rotated keys keep their length.
     """
-    width = _stored_width(fields, "attention.kv_lora_rank", "rope.dimension_count")
+    width = stored_width(fields, "attention.kv_lora_rank", "rope.dimension_count")
     values: dict[str, Any] = dict.fromkeys(
         ("attention.key_length", "attention.value_length"), width
     )
@@ -53,7 +53,7 @@ def config_values(fields: Fields) -> dict[str, Any]:
 
     In latent attention a token stores one latent vector, which counts as one key-value head.
     """
-    width = _stored_width(fields, "kv_lora_rank", "qk_rope_head_dim")
+    width = stored_width(fields, "kv_lora_rank", "qk_rope_head_dim")
     return {"num_key_value_heads": 1, "head_dim": width}
 
 
@@ -74,7 +74,7 @@ def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
     if fields.has(_MULTIPLIER):
         factor = fields.number("rope.scaling.factor", low=1.0)
         multiplier += fields.number(_MULTIPLIER, low=0.0) * math.log(factor)
-    _check_heads(fields, spec)
+    check_latent_heads(fields, spec)
     spec = replace(spec, latent=latent, attention_scale=multiplier**2 * head_width**-0.5)
     return replace(spec, experts=gguf_routed_experts(fields, spec, default_gating=SOFTMAX))
 
@@ -91,7 +91,7 @@ def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
         value=fields.integer("v_head_dim", MAX_HEAD_DIM),
         query_rank=fields.integer("q_lora_rank", MAX_WIDTH) if has_query_rank else 0,
     )
-    _check_heads(fields, spec)
+    check_latent_heads(fields, spec)
     interleaved = model_type == "deepseek_v2" or fields.flag("rope_interleave", default=True)
     spec = replace(
         spec,
@@ -102,7 +102,8 @@ def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
     return spec if model_type == "youtu" else replace(spec, experts=_config_experts(fields, spec))
 
 
-def _stored_width(fields: Fields, latent: str, rotated: str) -> int:
+def stored_width(fields: Fields, latent: str, rotated: str) -> int:
+    """Return how many values a token stores; the keys of its latent and its rotated part."""
     rotated_width = fields.integer(rotated, MAX_HEAD_DIM // 2, low=2)
     return fields.integer(latent, MAX_HEAD_DIM // 2) + rotated_width
 
@@ -134,7 +135,7 @@ def _first_expert_layer(fields: Fields, spec: ModelSpec) -> int:
     return config_first_expert_layer(fields, spec, default=1)
 
 
-def _check_heads(fields: Fields, spec: ModelSpec) -> None:
+def check_latent_heads(fields: Fields, spec: ModelSpec) -> None:
     """Refuse a file with far more attention heads than any known model has.
 
     In latent attention each head has two matrices, so a damaged number would take much memory.

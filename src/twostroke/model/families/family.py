@@ -65,6 +65,7 @@ class Family(Frozen):
     `gguf_values` and `config_values` return values that replace a file's values, for keys that
     the readers of all families read.
     `may_lack_values`: GGUF layers that have keys but no values are read as `keys_give_values`.
+    `transposes_experts`: stacks of experts in folders are (experts, inputs, outputs).
     `may_norm_heads`: some models of the family have `norms_heads`. `extra_layers` is config.json's
     key for the number of further layers that do not compute the next token, such as layers for
     multi-token prediction. `mtp` tells how a layer for multi-token prediction continues its own
@@ -86,6 +87,7 @@ class Family(Frozen):
     gguf_values: Values = no_values
     config_values: Values = no_values
     may_lack_values: bool = False
+    transposes_experts: bool = False
     may_norm_heads: bool = False
     extra_layers: str | None = None
     mtp: MtpInput | None = None

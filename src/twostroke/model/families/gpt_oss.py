@@ -115,4 +115,5 @@ GPT_OSS = Family(
         "post_attention_layernorm": "post_attention_norm",
         "mlp.router": "ffn_gate_inp",
     },
+    transposes_experts=True,
 )

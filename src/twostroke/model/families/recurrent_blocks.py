@@ -1,4 +1,4 @@
-"""Blocks with recurrent states, in place of attention: short convolutions and Mamba-2."""
+"""Blocks with recurrent states: short convolutions, Mamba-2, the delta rule by channels."""
 
 from __future__ import annotations
 
@@ -98,4 +98,84 @@ def mamba2(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
             is_wide=True,
         ),
         product(output, f"{name}.mamba.normed", f"{name}.ssm_out", sizes.width, spec.hidden_size),
+    ]
+
+
+def channel_delta_rule(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
+    """Return the operations of a delta rule with a decay for each channel (Kimi Linear).
+
+    They are the projections, the convolution of queries, keys and values, the rule, the norm of its
+    heads, the gate, and the output projection.
+    """
+    assert spec.delta is not None
+    name, sizes = f"blk.{layer}", spec.delta
+    width = sizes.width
+    mixed, rule, gated = f"{name}.qkv.mixed", f"{name}.rule", f"{name}.rule.gated"
+    first_state = 2 * spec.state_layer_of(layer)
+    return [
+        *_channel_projections(spec, layer, x),
+        ops.ShortConvolution(
+            mixed,
+            f"{name}.qkv",
+            weight=f"{name}.ssm_conv1d.weight",
+            width=3 * width,
+            kernel=sizes.kernel,
+            layer=first_state,
+            activation=Activation.SILU,
+        ),
+        ops.GatedDeltaRule(
+            rule,
+            x=mixed,
+            decay=f"{name}.ssm_f_b",
+            strength=f"{name}.ssm_beta",
+            decay_rate=f"{name}.ssm_a",
+            decay_bias=f"{name}.ssm_dt.bias",
+            num_key_heads=sizes.num_key_heads,
+            num_value_heads=sizes.num_value_heads,
+            key_dim=sizes.key_dim,
+            value_dim=sizes.value_dim,
+            layer=first_state + 1,
+            gates_channels=True,
+        ),
+        ops.RMSNorm(
+            f"{rule}.normed",
+            rule,
+            weight=f"{name}.ssm_norm.weight",
+            width=width,
+            epsilon=spec.norm_epsilon,
+            num_groups=sizes.num_value_heads,
+        ),
+        ops.GatedActivation(
+            gated, f"{name}.ssm_g_b", f"{rule}.normed", width, activation=Activation.SIGMOID
+        ),
+        ops.Linear(output, gated, f"{name}.attn_output.weight", width, spec.hidden_size),
+    ]
+
+
+def _channel_projections(spec: ModelSpec, layer: int, x: str) -> list[Op]:
+    """Return the operations that compute the inputs of a delta rule with decays of channels.
+
+    Queries, keys and values are joined. Decays and gates are products of two matrices each.
+    """
+    assert spec.delta is not None
+    name, hidden, sizes = f"blk.{layer}", spec.hidden_size, spec.delta
+    width, rank = sizes.width, sizes.gate_rank
+
+    def product(part: str, source: str, in_width: int, product_width: int) -> ops.Linear:
+        result = f"{name}.{part}"
+        return ops.Linear(result, source, f"{result}.weight", in_width, product_width)
+
+    def join(result: str, a: str, b: str, a_width: int) -> ops.Join:
+        sizes_of_parts = {"a_width": a_width, "b_width": width, "a_head": a_width}
+        return ops.Join(f"{name}.{result}", f"{name}.{a}", f"{name}.{b}", 1, **sizes_of_parts)
+
+    return [
+        *(product(f"attn_{part}", x, hidden, width) for part in "qkv"),
+        product("ssm_beta", x, hidden, sizes.num_value_heads),
+        product("ssm_f_a", x, hidden, rank),
+        product("ssm_g_a", x, hidden, rank),
+        product("ssm_f_b", f"{name}.ssm_f_a", rank, width),
+        product("ssm_g_b", f"{name}.ssm_g_a", rank, width),
+        join("qk", "attn_q", "attn_k", width),
+        join("qkv", "qk", "attn_v", 2 * width),
     ]

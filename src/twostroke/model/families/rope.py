@@ -169,16 +169,19 @@ def _llama3(plain: RopeSpec, part: Fields, original: int) -> RopeSpec:
 
     High frequencies stay, and between them the rule blends. A frequency is high if its pair makes
     at least `high_freq_factor` turns within the `original` context, and low if it makes at most
-    `low_freq_factor` turns.
+    `low_freq_factor` turns. If both are equal (Llama 4 Scout), nothing is between them.
     """
     low, high = part.number("low_freq_factor"), part.number("high_freq_factor")
     factor = part.number("factor", low=1.0)
-    if high <= low:
-        part.fault(f"has high_freq_factor = {high:g}, not above low_freq_factor = {low:g}")
+    if high < low:
+        part.fault(f"has high_freq_factor = {high:g}, less than low_freq_factor = {low:g}")
     scaled = []
     for frequency in plain.frequencies:
         turns = original * frequency / (2 * math.pi)
-        kept_share = min(1.0, max(0.0, (turns - low) / (high - low)))
+        if high == low:
+            kept_share = float(turns > low)
+        else:
+            kept_share = min(1.0, max(0.0, (turns - low) / (high - low)))
         scaled.append(frequency * (kept_share + (1 - kept_share) / factor))
     return replace(plain, scaled_frequencies=tuple(scaled))
 

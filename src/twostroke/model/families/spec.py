@@ -15,7 +15,8 @@ class RopeSpec(Frozen):
     `dim` of a head's values are rotated. `interleaved` pairs neighbours (2i, 2i+1), as GGUF stores
     the Llama family; otherwise value i is paired with i + dim/2. A context extension has its own
     frequencies for the `dim // 2` pairs, and a `magnitude` that multiplies sine and cosine. Queries
-    have an attention temperature if `temperature_scale` is not 0; see `ops.QueryRope`.
+    have an attention temperature if `temperature_scale` is not 0; see `ops.QueryRope`, whose fields
+    have the same names.
     """
 
     base: float
@@ -25,6 +26,7 @@ class RopeSpec(Frozen):
     magnitude: float = 1.0
     temperature_scale: float = 0.0
     temperature_length: int = 1
+    temperature_offset: int = 0
 
     @property
     def frequencies(self) -> tuple[float, ...]:
@@ -39,6 +41,7 @@ class WindowSpec(Frozen):
 
     The row's own position counts. `slides[i]` tells whether layer i has the window. `rope`,
     `num_kv_heads` and `head_dim` are for layers with the window; None means the model's values.
+    If it `is_chunked`, a row sees the positions of its own chunk of `size` (see `ops.Attention`).
     """
 
     size: int
@@ -46,6 +49,7 @@ class WindowSpec(Frozen):
     rope: RopeSpec | None = None
     num_kv_heads: int | None = None
     head_dim: int | None = None
+    is_chunked: bool = False
 
 
 class LayerKind(Enum):
@@ -77,12 +81,14 @@ class ExpertSpec(Frozen):
 
     A row uses `num_used` of `count` experts, each `ffn_size` wide; `normalize` divides the shares
     of the used experts by their sum. Every row also uses a shared expert `shared_size` wide, if
-    that is not 0. Layers before `first_layer` have a dense feed-forward instead. With
+    that is not 0. Layers before `first_layer` have a dense feed-forward instead, and if there are
+    `layers`, so does layer i unless `layers[i]`. With
     `adds_dense_ffn`, layers have both, and their outputs are added (Gemma 4). With `gates_shared`
     the shared expert's output is multiplied by the sigmoid of one gate for each row (Qwen). With
     `has_biases` the router and the three matrices of each expert have a bias (gpt-oss). If
     `latent_size` is not 0, routed experts read and write vectors of this width, between two
-    products that all of them share (Nemotron 3).
+    products that all of them share (Nemotron 3). With `scales_inputs` the share of an expert
+    multiplies its input; see `ops.MixtureOfExperts` (Llama 4).
     """
 
     count: int
@@ -96,6 +102,8 @@ class ExpertSpec(Frozen):
     gates_shared: bool = False
     has_biases: bool = False
     latent_size: int = 0
+    layers: tuple[bool, ...] | None = None
+    scales_inputs: bool = False
 
 
 class LatentSpec(Frozen):
@@ -119,7 +127,9 @@ class DeltaSpec(Frozen):
     `attends[i]` tells whether layer i has attention; other layers keep a recurrent state. A layer
     has `num_key_heads` heads of queries and keys, `key_dim` wide, and `num_value_heads` heads of
     values, `value_dim` wide. Before the rule, a convolution over `kernel` rows mixes queries, keys
-    and values. `is_tiled`: which key head a value head uses; see `ops.GatedDeltaRule`.
+    and values. `is_tiled`: which key head a value head uses; see `ops.GatedDeltaRule`. If it
+    `gates_channels` (Kimi Linear), each channel of the keys has a decay, which is computed through
+    vectors of `gate_rank` values, as the output's gate is.
     """
 
     attends: tuple[bool, ...]
@@ -129,6 +139,8 @@ class DeltaSpec(Frozen):
     value_dim: int
     kernel: int
     is_tiled: bool = False
+    gates_channels: bool = False
+    gate_rank: int = 0
 
     @property
     def width(self) -> int:
@@ -215,9 +227,10 @@ class ModelSpec(Frozen):
     and experts have no gates unless `gates_ffn`: each value is then its own gate.
 
     `rotates[i]` tells whether layer i has a RoPE; other layers do not know positions. None: all
-    layers have one. With `norms_embedding` embeddings are normalized, without a weight. Norms after
-    the parts of layers have `post_norm_epsilon`, if it is not None. `norm_offset` is not added to
-    the weight of the last norm unless `offsets_last_norm`.
+    layers have one. If queries of the other layers have an attention temperature, it is in
+    `unrotated_rope`, whose angles are 0. With `norms_embedding` embeddings are normalized, without
+    a weight. Norms after the parts of layers have `post_norm_epsilon`, if it is not None.
+    `norm_offset` is not added to the weight of the last norm unless `offsets_last_norm`.
     """
 
     architecture: str
@@ -259,6 +272,7 @@ class ModelSpec(Frozen):
     layer_kinds: tuple[LayerKind, ...] | None = None
     gates_ffn: bool = True
     rotates: tuple[bool, ...] | None = None
+    unrotated_rope: RopeSpec | None = None
     norms_embedding: bool = False
     offsets_last_norm: bool = True
     post_norm_epsilon: float | None = None
@@ -289,9 +303,16 @@ class ModelSpec(Frozen):
     def rope_of(self, layer: int) -> RopeSpec:
         """Return the RoPE of a layer; a layer without RoPE rotates one pair by an angle of 0."""
         if self.rotates is not None and not self.rotates[layer]:
-            return RopeSpec(self.rope.base, 2, self.rope.interleaved, scaled_frequencies=(0.0,))
+            plain = RopeSpec(self.rope.base, 2, self.rope.interleaved, scaled_frequencies=(0.0,))
+            return self.unrotated_rope or plain
         window = self.window_of(layer)
         return self.rope if window is None or window.rope is None else window.rope
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a layer has experts, in place of a feed-forward or beside it."""
+        if self.experts is None or layer < self.experts.first_layer:
+            return False
+        return self.experts.layers is None or self.experts.layers[layer]
 
     def kv_heads_of(self, layer: int) -> tuple[int, int]:
         """Return the number of key-value heads of a layer, and the width of its heads."""

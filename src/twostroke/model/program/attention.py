@@ -58,9 +58,11 @@ class Attention(Operation):
     arXiv:2305.13245). All groups have the same size, unless this is one rank's part: then `group`
     is the size, and the first group lacks its first `first_head` heads. `output = softmax(q k^T *
     scale) v` over the positions up to the row's own: all of them, or the last `window` (sliding
-    window, arXiv:2310.06825). With a `soft_cap` c the scaled scores s become `c * tanh(s / c)`
-    (arXiv:2408.00118). With `sinks` the weight of this name has a learned score for each query
-    head: the softmax has one more term, `exp(sink)`, whose value is zero (arXiv:2309.17453).
+    window, arXiv:2310.06825). If the window `is_chunked`, the context is cut into chunks of
+    `window` positions, and a row sees the positions of its own chunk (Llama 4). With a `soft_cap` c
+    the scaled scores s become `c * tanh(s / c)` (arXiv:2408.00118). With `sinks` the weight of this
+    name has a learned score for each query head: the softmax has one more term, `exp(sink)`, whose
+    value is zero (arXiv:2309.17453).
 
     KV formats of few bits use two identities, for which they need `origin`. Scores do not change
     when a channel of the keys is multiplied by a factor and the same channel of the queries is
@@ -82,6 +84,7 @@ class Attention(Operation):
     first_head: int = 0
     origin: QkProjections | None = None
     sinks: str | None = None
+    is_chunked: bool = False
 
     reads: ClassVar[tuple[str, ...]] = ("q", "k", "v")
     sharding = Sharding.BY_COLUMN_PARTS
@@ -144,8 +147,10 @@ class Attention(Operation):
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
         """Yield the cost of attention: two products over each row's context, and cache traffic."""
         del weight_bytes
-        yield EachAttended(self.window), Cost(4 * self.num_heads * self.head_dim)
-        yield EachCached(self.window), Cost(0, 0, self.cache_layer.bytes_per_token(cache))
+        flops = 4 * self.num_heads * self.head_dim
+        yield EachAttended(self.window, self.is_chunked), Cost(flops)
+        stored = self.cache_layer.bytes_per_token(cache)
+        yield EachCached(self.window, self.is_chunked), Cost(0, 0, stored)
 
     @property
     def cache_layer(self) -> CacheLayer:
@@ -166,6 +171,8 @@ class Attention(Operation):
     @property
     def label(self) -> str:
         """Return the name in profiles: "attention", with the window if the layer has one."""
+        if self.is_chunked:
+            return f"attention(chunks of {self.window})"
         return "attention" if self.window is None else f"attention({self.window})"
 
 
@@ -182,8 +189,10 @@ class SharedKvAttention(Attention):
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
         """Yield the cost: two products over each row's context, and reading the KV cache."""
         del weight_bytes
-        yield EachAttended(self.window), Cost(4 * self.num_heads * self.head_dim)
-        yield EachRead(self.window), Cost(0, 0, self.cache_layer.bytes_per_token(cache))
+        flops = 4 * self.num_heads * self.head_dim
+        yield EachAttended(self.window, self.is_chunked), Cost(flops)
+        stored = self.cache_layer.bytes_per_token(cache)
+        yield EachRead(self.window, self.is_chunked), Cost(0, 0, stored)
 
     @property
     def stores(self) -> Mapping[int, CacheLayer]:
@@ -233,13 +242,14 @@ class Rope(Operation):
 class QueryRope(Rope):
     """RoPE of queries that also multiplies them by the attention temperature of their position.
 
-    The factor is `1 + temperature_scale * ln(1 + floor(position / temperature_length))`: 1 for the
-    first `temperature_length` positions (Llama 4, Ministral 3). The cpu backend computes only these
-    positions (`backends.create.check_backend`).
+    The factor is `1 + temperature_scale * ln(1 + periods)`, and the number of periods is
+    `floor((position + temperature_offset) / temperature_length)`: 0 for the first positions
+    (Ministral 3; with an offset of 1 Llama 4).
     """
 
     temperature_scale: float = 0.0
     temperature_length: int = 1
+    temperature_offset: int = 0
 
     @property
     def label(self) -> str:

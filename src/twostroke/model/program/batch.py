@@ -10,7 +10,7 @@ from msgspec.structs import force_setattr
 
 from twostroke.core.draft_tree import branches_with_ends
 from twostroke.core.frozen import Frozen
-from twostroke.model.program.kv_layout import KV_SPLIT_TOKENS
+from twostroke.model.program.kv_layout import KV_SPLIT_TOKENS, first_seen
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -126,21 +126,27 @@ class BatchShape(Frozen, dict=True):
         """Return the first position and the number of rows of each request in the step."""
         return zip(self.starts, self.counts, strict=True)
 
-    def num_attended(self, window: int | None = None) -> int:
-        """Count the (row, position) pairs of attention, at most `window` positions for each row."""
+    def num_attended(self, window: int | None = None, *, is_chunked: bool = False) -> int:
+        """Count the (row, position) pairs of attention, at most `window` positions for each row.
+
+        `is_chunked`: whether rows see the positions of their own chunk only (see `Attention`).
+        """
         if window is None and self.num_rows == len(self.starts):
             return self.num_context()
         if window is None:
             return sum([n * start + n * (n + 1) // 2 for start, n in self.spans])
-        return sum([_attended(start, count, window) for start, count in self.spans])
+        count_pairs = _attended_in_chunks if is_chunked else _attended
+        return sum([count_pairs(start, count, window) for start, count in self.spans])
 
-    def num_context(self, window: int | None = None) -> int:
+    def num_context(self, window: int | None = None, *, is_chunked: bool = False) -> int:
         """Count the positions whose keys and values attention must read at least once.
 
         `window`: the layer's window; None: no window.
         """
         if window is None:
             return sum(self.starts) + self.num_rows
+        if is_chunked:
+            return sum([start % window + count for start, count in self.spans])
         return sum([min(start, window - 1) + count for start, count in self.spans])
 
     def requests_with_rows(self, min_rows: int, max_rows: int = sys.maxsize) -> BatchShape:
@@ -151,28 +157,32 @@ class BatchShape(Frozen, dict=True):
         spans = [(start, count) for start, count in self.spans if min_rows <= count <= max_rows]
         return BatchShape(tuple([s for s, _ in spans]), tuple([n for _, n in spans]), 0)
 
-    def num_kv_splits(self, window: int | None = None) -> int:
+    def num_kv_splits(self, window: int | None = None, *, is_chunked: bool = False) -> int:
         """Count the KV splits that attention reads, summed over all requests.
 
         A KV split is `KV_SPLIT_TOKENS` tokens of a request, stored on one rank of several.
         """
         first_positions = [
-            0 if window is None else max(0, start - window + 1) for start in self.starts
+            0 if window is None else max(0, first_seen(start, window, is_chunked=is_chunked))
+            for start in self.starts
         ]
         ends = [start + count for start, count in self.spans]
         pairs = zip(first_positions, ends, strict=True)
         return sum([-(-end // KV_SPLIT_TOKENS) - start // KV_SPLIT_TOKENS for start, end in pairs])
 
-    def num_partial_attentions(self, window: int | None = None) -> int:
+    def num_partial_attentions(self, window: int | None = None, *, is_chunked: bool = False) -> int:
         """Count the pairs of a row and a KV split that the row attends to, in the whole batch."""
         num_pairs = self.num_rows + sum(
             [_splits_before(start, start + count) for start, count in self.spans]
         )
         if window is None:
             return num_pairs
-        first_seen = [(start - window + 1, count) for start, count in self.spans]
+        if is_chunked:
+            positions = [row for start, count in self.spans for row in range(start, start + count)]
+            return num_pairs - sum([row // window * window // KV_SPLIT_TOKENS for row in positions])
+        first_positions = [(start - window + 1, count) for start, count in self.spans]
         return num_pairs - sum(
-            [_splits_before(start, start + count) for start, count in first_seen]
+            [_splits_before(start, start + count) for start, count in first_positions]
         )
 
 
@@ -195,17 +205,19 @@ class DecodeRun(BatchShape):
         """Return the batch shape of decode step number `step`."""
         return BatchShape.decode(tuple([start + step for start in self.starts]))
 
-    def num_attended(self, window: int | None = None) -> Any:
+    def num_attended(self, window: int | None = None, *, is_chunked: bool = False) -> Any:
         """Count the (row, position) pairs of attention in each step: an array (steps,)."""
-        return self.num_context(window)
+        return self.num_context(window, is_chunked=is_chunked)
 
-    def num_context(self, window: int | None = None) -> Any:
+    def num_context(self, window: int | None = None, *, is_chunked: bool = False) -> Any:
         """Count the positions whose keys and values each step must read: an array (steps,)."""
         import numpy as np  # not needed for `--help`
 
         if window is None:
             return super().num_context() + len(self.starts) * np.arange(self.num_steps)
         ends = np.array(self.starts)[:, None] + np.arange(1, 1 + self.num_steps)
+        if is_chunked:
+            return ((ends - 1) % window + 1).sum(axis=0)
         return np.minimum(ends, window).sum(axis=0)
 
 
@@ -230,6 +242,16 @@ def _attended(start: int, count: int, window: int) -> int:
         + num_unlimited * (num_unlimited + 1) // 2
         + (count - num_unlimited) * window
     )
+
+
+def _attended_in_chunks(start: int, count: int, window: int) -> int:
+    """Count the positions that a request's rows attend to, within their chunks of `window`."""
+
+    def before(end: int) -> int:
+        num_chunks, rest = divmod(end, window)
+        return num_chunks * window * (window + 1) // 2 + rest * (rest + 1) // 2
+
+    return before(start + count) - before(start)
 
 
 def _splits_before(start: int, end: int) -> int:

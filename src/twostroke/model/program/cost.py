@@ -64,7 +64,7 @@ class CostModel(Frozen):
         for count, cost in op.work(self.weight_bytes, self.cache):
             if only_logits_rows and isinstance(count, EachCached):  # all rows still store
                 yield each_row, cost
-                yield of_logits_rows(EachRead(count.window)), cost
+                yield of_logits_rows(EachRead(count.window, count.is_chunked)), cost
             else:
                 yield of_logits_rows(count) if only_logits_rows else count, cost
 

@@ -66,6 +66,9 @@ class MixtureOfExperts(Operation):
     `normalize` the chosen shares are divided by their sum (arXiv:2401.04088). Terms are added in
     the order of the choice. If `are_shares`, the scores come from a `Route` operation and are
     shares already: the experts with the largest are chosen, and their shares are used unchanged.
+
+    With `scales_inputs` (Llama 4) the share of a chosen expert is the sigmoid of its logit, and
+    multiplies the input of the expert: `output = sum over chosen experts e of e(share[e] * x)`.
     """
 
     x: str
@@ -77,6 +80,7 @@ class MixtureOfExperts(Operation):
     normalize: bool
     activation: Activation = Activation.SILU
     are_shares: bool = False
+    scales_inputs: bool = False
 
     reads = ("x", "scores")
     sharding = Sharding.REPLICATED
@@ -109,6 +113,7 @@ class MixtureOfExperts(Operation):
                 ffn_width=self.ffn_width,
                 num_used=self.num_used,
                 activation=self.activation,
+                scales_inputs=self.scales_inputs,
             ),
             SumTerms(
                 self.output,
@@ -118,6 +123,7 @@ class MixtureOfExperts(Operation):
                 num_used=self.num_used,
                 normalize=self.normalize,
                 are_shares=self.are_shares,
+                scales_inputs=self.scales_inputs,
             ),
         )
 
@@ -140,6 +146,7 @@ class ExpertTerms(Operation):
     ffn_width: int
     num_used: int
     activation: Activation = Activation.SILU
+    scales_inputs: bool = False
 
     reads = ("x", "scores")
     sharding = Sharding.BY_COLUMN_PARTS
@@ -189,7 +196,8 @@ class ExpertTerms(Operation):
 class SumTerms(Operation):
     """Adds the outputs of a row's chosen experts (`ExpertTerms`) times their weights.
 
-    The terms are added in the order in which the experts were chosen.
+    The terms are added in the order in which the experts were chosen. If their inputs were scaled
+    (`scales_inputs`), the weights are 1.
     """
 
     x: str
@@ -198,6 +206,7 @@ class SumTerms(Operation):
     num_used: int
     normalize: bool
     are_shares: bool = False
+    scales_inputs: bool = False
 
     reads = ("x", "scores")
     sharding = Sharding.REPLICATED

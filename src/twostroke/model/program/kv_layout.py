@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from math import ceil
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from twostroke.core.frozen import Frozen
 
@@ -234,3 +234,11 @@ FORMATS: Final = {
     "fp8": CacheFormat(1, head_bytes=2),  # E4M3 with a bfloat16 scale; for the gpu backend
 }
 DEFAULT_FORMAT: Final = "f16"
+
+
+def first_seen(position: Any, window: int, *, is_chunked: bool) -> Any:
+    """Return the first position that a row sees through a window (see `Attention`).
+
+    `position` is the row's position: a number, or an array of numbers. The result may be negative.
+    """
+    return position // window * window if is_chunked else position - window + 1

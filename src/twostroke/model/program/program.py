@@ -23,7 +23,6 @@ from twostroke.model.program.ops import (
     ExternalInput,
     Linear,
     Logits,
-    QueryRope,
     RMSNorm,
     Rope,
     Scale,
@@ -48,7 +47,12 @@ STORED_FIELDS: Final[dict[tuple[str, str], str]] = {
     ("SplitKvAttention", "reads_shared_kv"): "borrows",
 }
 # Fields that classes got after their first pages were stored. Left out while they have no value.
-ADDED_FIELDS: Final = frozenset({"sinks", "gate_bias", "up_bias", "down_bias", "is_wide"})
+ADDED_FIELDS: Final = frozenset(
+    {
+        *("sinks", "gate_bias", "up_bias", "down_bias", "is_wide"),
+        *("is_chunked", "scales_inputs", "temperature_offset", "gates_channels"),
+    }
+)
 
 
 class Program(Frozen, dict=True):
@@ -120,15 +124,6 @@ class Program(Frozen, dict=True):
         while isinstance(op, Rope) or (isinstance(op, RMSNorm) and op.grain == attention.grain):
             op = next(other for other in self.ops if other.output == op.x)
         return isinstance(op, Linear)
-
-    @property
-    def temperature_length(self) -> int | None:
-        """Return the first position whose queries have an attention temperature other than 1.
-
-        None if the operations have none; see `QueryRope`.
-        """
-        lengths = [op.temperature_length for op in self.ops if isinstance(op, QueryRope)]
-        return min(lengths, default=None)
 
     @cached_property
     def cache_layers(self) -> tuple[CacheLayer, ...]:

@@ -111,6 +111,10 @@ class GatedDeltaRule(_RecurrentOperation):
 
     `decay_rate` has negative numbers. `decay` and `strength` are values (rows, num_value_heads).
 
+    If it `gates_channels` (Kimi Delta Attention, arXiv:2510.26692), each channel of a head's keys,
+    a row of S, has a decay of its own: `decay` is a value (rows, num_value_heads * key_dim), and
+    `decay_bias` (num_value_heads * key_dim). `decay_rate` stays one number for each head.
+
     Ranks divide value heads: a rank's part computes `num_value_heads` heads from `first_head` on.
     It reads the whole x, which has `num_x_heads` value heads, because neighbouring value heads may
     use any key heads. It also has the whole `decay_rate` and `decay_bias`, but of `decay` and
@@ -128,6 +132,7 @@ class GatedDeltaRule(_RecurrentOperation):
     value_dim: int
     layer: int
     is_tiled: bool = False
+    gates_channels: bool = False
     epsilon: float = 1e-6
     first_head: int = 0
     num_x_heads: int | None = None  # None: num_value_heads
@@ -176,13 +181,24 @@ class GatedDeltaRule(_RecurrentOperation):
 
     def part_reads(self, field: str, first: int, end: int) -> Range | None:
         """Return the columns of the part's heads in decays and strengths; None for x: all of it."""
-        return None if field == "x" else (first // self.value_dim, end // self.value_dim)
+        if field == "x":
+            return None
+        width = self.decay_width if field == "decay" else 1
+        return first // self.value_dim * width, end // self.value_dim * width
+
+    @property
+    def decay_width(self) -> int:
+        """Return how many decays a value head has in a row."""
+        return self.key_dim if self.gates_channels else 1
 
     @property
     def weights(self) -> tuple[Weight, ...]:
-        """Return the names and shapes of the decay's rates and biases, one for each value head."""
-        shape = (self.num_all_heads,)
-        return Weight(self.decay_rate, shape), Weight(self.decay_bias, shape)
+        """Return the names and shapes of the decay's rates and biases.
+
+        A value head has one rate, and a bias for each of its decays.
+        """
+        rates = Weight(self.decay_rate, (self.num_all_heads,))
+        return rates, Weight(self.decay_bias, (self.num_all_heads * self.decay_width,))
 
     @property
     def states(self) -> Mapping[int, StateLayer]:

@@ -67,6 +67,7 @@ class SplitKvAttention(Operation):
     values_are_keys: bool = False
     reads_shared_kv: bool = False  # an earlier operation stores the keys and values
     sinks: str | None = None  # of all heads; the member that merges a head adds its sink
+    is_chunked: bool = False
 
     reads = ("q", "k", "v")
     needs_all_rows = reads
@@ -95,6 +96,7 @@ class SplitKvAttention(Operation):
             values_are_keys=op.values_are_keys,
             reads_shared_kv=not op.stores,
             sinks=op.sinks,
+            is_chunked=op.is_chunked,
         )
 
     @property
@@ -157,9 +159,10 @@ class SplitKvAttention(Operation):
         del weight_bytes
         team_size = len(self.team)
         flops = 4 * self.num_heads * self.head_dim // team_size
-        yield OfWholeStep(EachAttended(self.window)), Cost(flops)
+        yield OfWholeStep(EachAttended(self.window, self.is_chunked)), Cost(flops)
         stored = self.cache_layer.bytes_per_token(cache)
-        traffic = EachRead(self.window) if self.reads_shared_kv else EachCached(self.window)
+        each_moved = EachRead if self.reads_shared_kv else EachCached
+        traffic = each_moved(self.window, self.is_chunked)
         yield OfWholeStep(traffic), Cost(0, 0, stored // team_size)
 
         head_bytes = (self.head_dim + 2) * _VALUE_BYTES
@@ -168,12 +171,14 @@ class SplitKvAttention(Operation):
         own_heads = (self.end_head - self.first_head) / self.num_row_parts
         sent = (self.num_heads - own_heads) * head_bytes / team_size
         received = own_heads * head_bytes * (team_size - 1) / team_size
-        yield OfWholeStep(EachPartialAttention(self.window, max_rows)), _exchanged(sent, received)
+        partial_attentions = EachPartialAttention(self.window, max_rows, self.is_chunked)
+        yield OfWholeStep(partial_attentions), _exchanged(sent, received)
         sent, received = (
             split_bytes * (team_size - 1) / team_size,
             split_bytes * (team_size - 1) / team_size,
         )
-        yield OfWholeStep(EachKvSplit(self.window, max_rows + 1)), _exchanged(sent, received)
+        kv_splits = EachKvSplit(self.window, max_rows + 1, self.is_chunked)
+        yield OfWholeStep(kv_splits), _exchanged(sent, received)
         yield once, Cost(0, exchanges=1)
 
     @property
@@ -202,6 +207,8 @@ class SplitKvAttention(Operation):
     @property
     def label(self) -> str:
         """Return the name in profiles: "pieces" (of the context), with the window if it has one."""
+        if self.is_chunked:
+            return f"pieces(chunks of {self.window})"
         return "pieces" if self.window is None else f"pieces({self.window})"
 
 

@@ -84,30 +84,34 @@ class EachAttended(Frozen):
     """Counts the pairs of a row and a position that it attends to, in a batch."""
 
     window: int | None
+    is_chunked: bool = False
 
     def __call__(self, batch: BatchShape) -> int:
         """Return the number of (row, attended position) pairs of a batch."""
-        return batch.num_attended(self.window)
+        return batch.num_attended(self.window, is_chunked=self.is_chunked)
 
 
 class EachCached(Frozen):
     """Counts the positions whose keys and values attention reads or stores, in a batch."""
 
     window: int | None
+    is_chunked: bool = False
 
     def __call__(self, batch: BatchShape) -> int:
         """Return the number of positions that are read, plus the rows that are stored."""
-        return batch.num_context(self.window) + batch.whole_step.num_rows
+        num_read = batch.num_context(self.window, is_chunked=self.is_chunked)
+        return num_read + batch.whole_step.num_rows
 
 
 class EachRead(Frozen):
     """Counts the positions whose keys and values attention reads, in a batch."""
 
     window: int | None
+    is_chunked: bool = False
 
     def __call__(self, batch: BatchShape) -> int:
         """Return the number of positions whose keys and values a batch reads."""
-        return batch.num_context(self.window)
+        return batch.num_context(self.window, is_chunked=self.is_chunked)
 
 
 class EachPartialAttention(Frozen):
@@ -118,10 +122,12 @@ class EachPartialAttention(Frozen):
 
     window: int | None
     max_rows: int
+    is_chunked: bool = False
 
     def __call__(self, batch: BatchShape) -> int:
         """Return the number of (row, KV split) pairs in requests with at most `max_rows` rows."""
-        return batch.requests_with_rows(0, self.max_rows).num_partial_attentions(self.window)
+        requests = batch.requests_with_rows(0, self.max_rows)
+        return requests.num_partial_attentions(self.window, is_chunked=self.is_chunked)
 
 
 class EachKvSplit(Frozen):
@@ -132,10 +138,12 @@ class EachKvSplit(Frozen):
 
     window: int | None
     min_rows: int
+    is_chunked: bool = False
 
     def __call__(self, batch: BatchShape) -> int:
         """Return the number of KV splits, summed over requests with at least `min_rows` rows."""
-        return batch.requests_with_rows(self.min_rows).num_kv_splits(self.window)
+        requests = batch.requests_with_rows(self.min_rows)
+        return requests.num_kv_splits(self.window, is_chunked=self.is_chunked)
 
 
 class OfWholeStep(Frozen):

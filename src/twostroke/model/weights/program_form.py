@@ -10,11 +10,11 @@ from msgspec.structs import replace
 
 from twostroke.core.errors import ModelFormatError
 from twostroke.model.families import ARCHITECTURES
-from twostroke.model.weights.gpt_oss import cut_gpt_oss
 from twostroke.model.weights.latent import cut_latent
 from twostroke.model.weights.projections import cut_projections
 from twostroke.model.weights.recurrent import cut_recurrent
 from twostroke.model.weights.stacks import cut_stacks, uncut_stack
+from twostroke.model.weights.transposed_experts import transpose_experts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,11 +42,12 @@ def in_program_form(
         ModelFormatError: a stacked or joined matrix has the wrong shape.
     """
     tensors = {name: _reshaped(tensor, shapes.get(name)) for name, tensor in tensors.items()}
-    fused = ARCHITECTURES[spec.architecture].fused
-    if spec.experts is not None and spec.experts.has_biases:
-        tensors = cut_gpt_oss(file, tensors, names)
-    separate = cut_stacks(tensors, shapes, fused)
-    if uncut := uncut_stack(separate, shapes, fused):
+    family = ARCHITECTURES[spec.architecture]
+    if spec.experts is not None and family.transposes_experts:
+        alternate = spec.experts.has_biases
+        tensors = transpose_experts(file, tensors, names, alternate=alternate)
+    separate = cut_stacks(tensors, shapes, family.fused)
+    if uncut := uncut_stack(separate, shapes, family.fused):
         name, shape = uncut
         raise ModelFormatError(
             f"{file!r} has tensor {names.quoted(name)} with shape {separate[name].shape}; the "

@@ -38,7 +38,8 @@ def cut_recurrent(
       `attn_gate`.
     - `ssm_in` and `ssm_ba` (Qwen3-Next) have, for each key head, the rows of its queries, keys,
       values and gates, and of its strengths and decays. They become a matrix for each.
-    - `ssm_conv1d` is (channels, 1, kernel) in folders, and becomes (channels, kernel).
+    - `ssm_conv1d` is (channels, 1, kernel) in folders, and becomes (channels, kernel). Kimi Linear
+      has three: `ssm_conv1d_q`, `ssm_conv1d_k` and `ssm_conv1d_v`, which become one.
     - The gate of a shared expert is a vector in GGUF files, and becomes a matrix with one row.
     - Folders have the logarithm of the decay's rates: `ssm_a` becomes `-exp` of it.
 
@@ -73,7 +74,36 @@ def cut_recurrent(
                 "it, too."
             )
         separate |= parts
+    if spec.delta is not None and spec.delta.gates_channels:
+        _join_convolutions(file, separate, spec, names)
     return separate
+
+
+def _join_convolutions(
+    file: str, tensors: dict[str, QuantTensor], spec: ModelSpec, names: FileNames
+) -> None:
+    """Join the kernels of queries, keys and values of each recurrent layer, in place."""
+    delta = spec.delta
+    assert delta is not None
+    shape = delta.width, delta.kernel
+    for layer in spec.recurrent_layers:
+        kernels = []
+        for part in "qkv":
+            name = f"blk.{layer}.ssm_conv1d_{part}.weight"
+            tensor = tensors.pop(name, None)
+            if tensor is None:
+                raise ModelFormatError(
+                    f"{file!r} lacks tensor {names.quoted(name)} with shape {shape}, which the "
+                    f"family {spec.architecture!r} reads."
+                )
+            if [size for size in tensor.shape if size != 1] != [n for n in shape if n != 1]:
+                raise ModelFormatError(
+                    f"{file!r} has tensor {names.quoted(name)} with shape {tensor.shape}; the "
+                    f"family {spec.architecture!r} reads {shape}."
+                )
+            kernels.append(tensor.dequantize().reshape(shape))
+        joined = QuantTensor.from_floats(np.concatenate(kernels), FORMATS["F32"])
+        tensors[f"blk.{layer}.ssm_conv1d.weight"] = joined
 
 
 def _num_stacked_rows(spec: ModelSpec, layer: int, weight: str) -> int:
@@ -81,7 +111,8 @@ def _num_stacked_rows(spec: ModelSpec, layer: int, weight: str) -> int:
     delta = spec.delta
     assert delta is not None
     if delta.attends[layer]:
-        return 2 * spec.num_heads * spec.head_dim if weight == _QUERIES_AND_GATES else 0
+        has_gates = spec.gates_attention and weight == _QUERIES_AND_GATES
+        return 2 * spec.num_heads * spec.head_dim if has_gates else 0
     num_rows = {
         _PROJECTIONS: 2 * (delta.num_key_heads * delta.key_dim + delta.width),
         _STRENGTHS_AND_DECAYS: 2 * delta.num_value_heads,

@@ -1,4 +1,4 @@
-"""Brings the experts of gpt-oss folders into the form of GGUF files."""
+"""Brings transposed stacks of experts, of gpt-oss and Llama 4, into the form of GGUF files."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _DOWN: Final = "ffn_down_exps"
 _NUM_DIMENSIONS: Final = {"weight": 3, "bias": 2}  # of a stack
 
 
-def cut_gpt_oss(
-    file: str, tensors: Mapping[str, QuantTensor], names: FileNames
+def transpose_experts(
+    file: str, tensors: Mapping[str, QuantTensor], names: FileNames, *, alternate: bool
 ) -> dict[str, QuantTensor]:
     """Return a file's weights with the experts' matrices as GGUF files have them.
 
-    Folders join gate and up projections, whose rows alternate; they become two stacks. Stacks of
-    floats are (experts, inputs, outputs), and are transposed in a copy; stacks in MXFP4 have their
-    outputs before their inputs already. Other tensors are returned unchanged.
+    Folders join gate and up projections. If their rows `alternate` (gpt-oss), they become two
+    stacks. Stacks of floats are (experts, inputs, outputs), and are transposed in a copy; stacks in
+    MXFP4 have their outputs before their inputs already. Other tensors are returned unchanged.
 
     Raises:
         ModelFormatError: gate and up projections have an odd number of rows together.
@@ -41,7 +41,7 @@ def cut_gpt_oss(
             continue
         is_transposed = kind == "weight" and tensor.format.block_size == 1
         rows = _transposed(tensor) if is_transposed else tensor
-        if stack.endswith(_DOWN):
+        if stack.endswith(_DOWN) or not alternate:
             separate[name] = rows
             continue
         if rows.shape[1] % 2:
