@@ -97,6 +97,14 @@ class Turns:
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
         return Request(str(self._count), list(tokens), len(tokens), params, seed=0)
 
+    def step(self) -> bool:
+        """Run a step, and return whether there was anything to compute."""
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self.scheduler.commit(plan, self.model.run(plan))
+            check_scheduler(self.scheduler)
+        return plan is not None
+
     def answer(self, *requests: Request, draft_seed: int | None = None) -> None:
         """Answer requests, with random drafts if `draft_seed` is given."""
         outputs = {r.id: expected_output(r, 8192, has_states=True)[0] for r in requests}
@@ -210,6 +218,23 @@ def test_a_snapshot_is_kept_where_the_caller_says_that_prompts_part() -> None:
     second = turns.request([*tokens[:170], *range(40)], max_tokens=1)
     turns.answer(second)
     assert second.num_cached == 160
+
+
+def test_a_snapshot_of_an_answer_stays_once_another_prompt_has_begun_with_it() -> None:
+    turns = Turns()
+    answer = turns.request(list(range(20)), max_tokens=120)
+    turns.scheduler.add(answer)
+    while answer.num_output < 50:
+        turns.step()
+    beginning = answer.tokens[: (len(answer.tokens) - 1) // PAGE_SIZE * PAGE_SIZE]
+    other = turns.request([*beginning, *range(50)], max_tokens=1)
+    turns.scheduler.add(other)
+    while turns.step():
+        pass
+    assert other.num_cached == len(beginning)
+    third = turns.request([*beginning, *range(60, 100)], max_tokens=1)
+    turns.answer(third)
+    assert third.num_cached == len(beginning)
 
 
 def test_states_run_short_only_of_snapshots() -> None:

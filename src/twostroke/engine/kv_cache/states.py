@@ -173,6 +173,14 @@ class StatePool:
             del self._cached[slot]
             self._free.append(slot)
 
+    def is_shared(self, key: bytes) -> bool:
+        """Whether a request started from the snapshot with this page key, or prompts part there."""
+        slot = self.find(key)
+        if slot == NO_STATE:
+            return False
+        snapshot = self._snapshots[slot]
+        return snapshot.is_shared or snapshot.num_uses > 0
+
     def find(self, key: bytes) -> int:
         """Return the slot of the snapshot with this page key, or `NO_STATE`."""
         return self._slots.get(key, NO_STATE)

@@ -224,7 +224,8 @@ class RecurrentStates:
         """Keep a request's state as a snapshot, if a page ends at its last computed token.
 
         If accepted drafts passed the end of a page, the state there is kept. A snapshot after
-        generated tokens replaces the request's earlier one of this kind.
+        generated tokens replaces the request's earlier one of this kind, unless other prompts have
+        begun with that prefix.
         """
         request, chain = state.request, state.chain
         num_pages, rest = divmod(request.num_settled, self._page_size)
@@ -242,7 +243,7 @@ class RecurrentStates:
         if self.pool.find(key) != NO_STATE:
             return
         if not is_lasting:
-            if state.last_snapshot is not None:
+            if state.last_snapshot is not None and not self.pool.is_shared(state.last_snapshot):
                 self.pool.drop(state.last_snapshot)
             state.last_snapshot = key
         num_tokens = num_pages * self._page_size
