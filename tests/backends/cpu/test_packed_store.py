@@ -12,6 +12,7 @@ import platform
 import random
 import subprocess
 import sys
+import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -436,3 +437,11 @@ def test_numa_nodes_pack_for_themselves(model, tmp_path, monkeypatch):
     monkeypatch.setattr(packed_store, "memory_nodes", lambda: ("node 0", "node 1"))
     start(model, tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_closed_writer_sums_no_further_blocks():
+    values = np.ones(8 << 20, np.uint8)
+    is_closed = threading.Event()
+    assert packed_store._block_sums(values, is_closed).all()
+    is_closed.set()
+    assert not packed_store._block_sums(values, is_closed).any()

@@ -305,7 +305,7 @@ class PackedWriter:
     def _write(self) -> None:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            if self._write_file():
+            if self._write_file() and not self._is_cancelled.is_set():
                 self._map()
         except (OSError, TwostrokeError) as error:
             reason = getattr(error, "strerror", None) or error
@@ -340,7 +340,9 @@ class PackedWriter:
                 return False
             _write_all(descriptor, weights[start : start + _WRITE_BYTES].data)
         _write_all(descriptor, bytes(-self._num_bytes % _PAGE))
-        sums = _block_sums(weights)
+        sums = _block_sums(weights, self._is_cancelled)
+        if self._is_cancelled.is_set():
+            return False
         _write_all(descriptor, sums.tobytes())
         _write_all(descriptor, _TRAILER.pack(_MAGIC, _seal(self._path.stem, sums)))
         return not self._is_cancelled.is_set()
@@ -401,10 +403,13 @@ def _seal(name: str, sums: NDArray[np.uint64]) -> bytes:
     return hashlib.sha256(name.encode() + sums.tobytes()).digest()
 
 
-def _block_sums(values: NDArray[np.uint8]) -> NDArray[np.uint64]:
+def _block_sums(
+    values: NDArray[np.uint8], is_cancelled: threading.Event | None = None
+) -> NDArray[np.uint64]:
     """Return the sum of each block's 64-bit words, modulo 2^64.
 
-    It finds lost pages and changed bits at the speed of the memory.
+    It finds lost pages and changed bits at the speed of the memory. Once `is_cancelled` is set, the
+    sums of further blocks are not computed, and the result must not be used.
     """
     words = values.view(np.uint64)
     block = _BLOCK_BYTES // 8
@@ -412,7 +417,8 @@ def _block_sums(values: NDArray[np.uint8]) -> NDArray[np.uint64]:
     sums = np.zeros(len(starts), np.uint64)
 
     def add(start: int) -> None:
-        sums[start // block] = words[start : start + block].sum()
+        if is_cancelled is None or not is_cancelled.is_set():
+            sums[start // block] = words[start : start + block].sum()
 
     _in_threads(add, starts)
     return sums
