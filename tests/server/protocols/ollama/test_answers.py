@@ -114,6 +114,20 @@ def test_calls_come_whole_with_their_arguments_as_objects(server: LiveServer) ->
     assert message(server, messages=earlier, tools=TOOLS)["content"] == "rain"
 
 
+def test_a_number_too_large_for_a_float_is_sent_as_it_was_written(server: LiveServer) -> None:
+    function = {"name": "f", "parameters": {"properties": {"a": {"type": "number"}}}}
+    tools = [{"type": "function", "function": function}]
+    say(server, CALL.replace('"a": 1', '"a": 1e999'))
+    for is_stream in (True, False):
+        response = send_request(
+            server, stream=is_stream, think=False, tools=tools, options={"num_predict": 100}
+        )
+        assert '"arguments":{"a":1e999}' in response.text
+    fields = {"tools": [{"name": "f", "input_schema": function["parameters"]}], "max_tokens": 100}
+    response = server.http.post("/v1/messages", json={"messages": HELLO, **fields})
+    assert '"input":{"a":1e999}' in response.text
+
+
 def test_a_call_that_is_cut_is_not_shown(server: LiveServer) -> None:
     num_tokens = len(say(server, f"<think></think>{CALL}")) - 18
     result = message(server, tools=TOOLS, options={"num_predict": num_tokens})

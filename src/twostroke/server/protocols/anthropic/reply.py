@@ -288,7 +288,8 @@ def _complete_block(block: events.ContentBlock) -> BlockBody | None:
             body.signature = _signature(text, is_omitted=False)
         case ToolUseBody():
             try:
-                body.input = msgspec.json.decode(text, type=dict[str, Any])
+                # Arguments are sent as they were written: a number may be too large for a float.
+                body.input = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
             except msgspec.DecodeError:
                 return None
     return body

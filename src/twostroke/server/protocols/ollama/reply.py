@@ -239,12 +239,13 @@ def _content(kind: events.BlockKind, text: str) -> dict[str, Any]:
 def _complete_content(block: events.ContentBlock) -> dict[str, Any]:
     """Return a complete content block as keyword arguments for a line.
 
+    Arguments of calls are sent as they were written, since a number may be too large for a float.
     The result is empty for a tool call whose JSON was cut off.
     """
     if block.kind is not events.BlockKind.CALL:
         return _content(block.kind, block.text)
     try:
-        arguments = msgspec.json.decode(block.text, type=dict[str, Any])
+        arguments = msgspec.json.decode(block.text, type=dict[str, msgspec.Raw])
     except msgspec.DecodeError:
         return {}
     called = CalledBody(block.call_index, block.name, arguments)
