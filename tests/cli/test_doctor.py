@@ -89,6 +89,12 @@ def test_impossible_threads_are_refused(cli: Cli, count: str) -> None:
     assert "--threads" in ran.err
 
 
+def test_a_model_without_ranks_is_refused_under_the_name_that_the_help_shows(cli: Cli) -> None:
+    ran = cli("doctor", "smollm2")
+    assert ran.code == 2
+    assert ran.err == "twostroke: MODEL needs --ranks: only ranks are compared by a model.\n"
+
+
 def test_little_memory_skips_the_large_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "memory_available", lambda: 10**6)
     measured = measure("portable", 1)

@@ -115,6 +115,7 @@ def test_the_picture_holds_each_operation(cli: Cli, tiny: str, tmp_path: Path) -
         (("--level", "avx9"), "There is no instruction-set level 'avx9'"),
         (("--plot", "roof.pdf"), "--plot must end in .svg or .png, got 'roof.pdf'."),
         (("--plot", "nowhere/roof.svg"), "--plot is in a folder that does not exist: 'nowhere'."),
+        (("--plot", "/proc/roof.svg"), "--plot is in a folder that cannot be written, '/proc': "),
         (("--stream", "1"), "Did you mean '--streams'?"),
         (("--steps", "0"), "--steps"),
         (("--backend", "reference"), "--backend must be cpu or gpu, which time their operations."),

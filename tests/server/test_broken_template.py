@@ -11,6 +11,7 @@ from twostroke.cli.serve import _about_chat
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from support.servers import LiveServer
 
@@ -55,3 +56,10 @@ def test_the_model_says_that_it_cannot_chat(server: LiveServer) -> None:
     assert card.can_chat is False
     sentence = _about_chat({"tiny": card})
     assert sentence.startswith(" tiny cannot chat, only continue texts: The chat template is not")
+
+
+def test_a_template_that_fails_on_every_conversation_is_named_at_the_start(tmp_path: Path) -> None:
+    with talker(tmp_path, "{{ raise_exception('no conversation is good enough') }}") as server:
+        sentence = _about_chat({"tiny": server.client.card})
+    assert sentence.startswith(" tiny cannot chat, only continue texts: ")
+    assert "no conversation is good enough" in sentence

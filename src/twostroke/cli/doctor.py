@@ -58,7 +58,7 @@ def command(as_json: bool, threads: int | None, ranks: bool, model: str | None) 
         _compare_ranks(model, as_json=as_json)
         return
     if model is not None:
-        raise UsageError("needs --ranks: only ranks are compared by a model.", field="model")
+        raise UsageError("MODEL needs --ranks: only ranks are compared by a model.")
     from twostroke.backends.cpu.library import level_reports
 
     machine = _machine()

@@ -7,6 +7,7 @@ their values.
 from __future__ import annotations
 
 import json
+import tempfile
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -332,7 +333,13 @@ def check_file(path: Path | None, field: str, suffixes: tuple[str, ...]) -> None
 
 
 def check_folder(path: Path, field: str) -> None:
-    """Raise UsageError if the folder of an output file does not exist."""
+    """Raise UsageError if the folder of an output file does not exist or cannot be written."""
     if not path.absolute().parent.is_dir():
         reason = "is in a folder that does not exist: '{value}'."
         raise UsageError(reason, field=field, value=path.parent)
+    try:
+        with tempfile.TemporaryFile(dir=path.absolute().parent):
+            pass
+    except OSError as error:
+        reason = "is in a folder that cannot be written, '{value}': {why}."
+        raise UsageError(reason, field=field, value=path.parent, why=error.strerror) from None

@@ -300,6 +300,8 @@ def _about_chat(cards: Mapping[str, ModelCard]) -> str:
             sentences.append(f" {name} cannot chat, only continue texts: {chat.refusal}")
         elif chat is not None and chat.tool_refusal is not None:
             sentences.append(f" {name} has no use of its template for tools: {chat.tool_refusal}")
+        elif chat is not None and chat.question_refusal is not None:
+            sentences.append(f" {name} cannot chat, only continue texts: {chat.question_refusal}")
     return "".join(sentences)
 
 

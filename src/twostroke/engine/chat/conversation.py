@@ -327,6 +327,15 @@ class Chat:
         """Why the model's template for tools cannot be compiled; None if it can or is missing."""
         return self._for_tools[1]
 
+    @cached_property
+    def question_refusal(self) -> str | None:
+        """Why the chat template fails on a conversation of one question; None if it does not."""
+        try:
+            self.render([{"role": "user", "content": "Hello"}])
+        except RequestError as error:
+            return _sentence(error)
+        return None
+
     def prepare(self) -> None:
         """Compile and test the templates now, so that the first request is not delayed."""
         if self.refusal is None:
