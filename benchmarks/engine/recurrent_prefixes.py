@@ -2,9 +2,9 @@
 
 Run it with `make bench WHAT=recurrent-prefixes`. It counts tokens and measures no times.
 
-Two small random models answer the same chats with the real engine on the cpu: one with recurrent
-layers and attention in turn, one with attention alone. A plain model finds every cached page. A
-model with recurrent layers finds a prefix only where it has kept a snapshot of its state.
+Two small random models answer the same chats with the real engine on the cpu. The first has
+recurrent layers and attention in turn, the second attention alone. A plain model finds every cached
+page. A model with recurrent layers finds a prefix only where it has kept a snapshot of its state.
 
 The chats are: one of 20 turns whose answers come back as they were generated; one of 20 turns whose
 chat template leaves out earlier reasoning; 8 chats at the same time that share a system prompt of
