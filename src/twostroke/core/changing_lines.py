@@ -58,10 +58,10 @@ def _line_pattern(character: str, line_end: str) -> str:
     # Two words after a date and a full stop are an instruction.
     sentence = rf"{character}{{1,100}}?[.!?;] +[^\W\d](?:(?! ){character}){{0,40}} +[^\W\d]"
     # So is a time of a story or of a task, such as "5 pm in our story".
-    place = (
+    prose = (
         rf"{character}{{1,60}}? in (?:the|an?|this|our|my|your) (?!{character}{{0,40}}time ?zone)"
     )
-    value = rf"{has_date}(?!{sentence}|{place}){character}{{1,100}}{line_end}"
+    value = rf"{has_date}(?!{sentence}|{prose}){character}{{1,100}}{line_end}"
     attribute = rf"(?:[ \t]?[\w-]+=[^;\s\"\\]*(?:;|(?={line_end})))"
     any_character = rf"(?:{character}|{line_end})"
     text_in_tag = rf"(?=(?:(?!\d){any_character}){{0,40}}{_DATE}){any_character}{{0,100}}?"
