@@ -121,6 +121,10 @@ ROME = [("get_weather", '{"city": "Rome"}')]
         ),
         ("Just text.", ("", "Just text.", [], False)),
         ("finally", ("", "finally", [], False)),
+        ("final", ("", "final", [], False)),
+        ("a", ("", "a", [], False)),
+        (f"{ANALYSIS}assistant", ("Let me think.", "", [], False)),
+        ("<|channel|>final<|message|><|end|>assistant", ("", "", [], False)),
         ("<|start|>" + "x" * 600, ("", "x" * 600, [], False)),  # no header ends
         # Two sections of reasoning, and a recipient that is no tool.
         (f"{ANALYSIS}{ANALYSIS}", ("Let me think.\n\nLet me think.", "", [], False)),

@@ -31,6 +31,7 @@ _CHANNEL_NAME: Final = regex.compile(r"analysis|commentary|final")
 _HEADER_BEGIN: Final = regex.compile(
     r"\s*+(?:<\||to=|(?:assistant|analysis|commentary|final)(?:\s*+<|\s++to=|\s*+\Z))", regex.ASCII
 )
+_WORD_BEGIN: Final = regex.compile(r"\s*+[a-z]+\s*+", regex.ASCII)
 
 
 class ChannelReader:
@@ -52,6 +53,7 @@ class ChannelReader:
         self._splits_reasoning = splits_reasoning
         self._pending_text = ""
         self._is_in_header = not continues_text
+        self._has_message = continues_text
         self._reasoning = BlankTrimmer(skips_first=True)
         self._is_reasoning = False  # of the message
         self._call: int | None = None  # index of the call that the message is
@@ -80,9 +82,13 @@ class ChannelReader:
         if not self._is_in_header:
             self._take(rest, pieces)
             self._is_cut_call = is_cut and self._call is not None
-        elif not _may_be_header(rest):
+        elif not _may_be_header(rest) or self._is_only_word(rest):
             self._take(rest, pieces)
         return pieces
+
+    def _is_only_word(self, rest: str) -> bool:
+        """Whether the whole answer is the beginning of a word with which a header could begin."""
+        return not self._has_message and _WORD_BEGIN.fullmatch(rest) is not None
 
     def _read_header(self, pieces: list[Piece]) -> bool:
         """Read the header of a message; return False to wait for more text."""
@@ -101,7 +107,7 @@ class ChannelReader:
 
     def _begin_message(self, header: str, pieces: list[Piece]) -> None:
         """Begin a message, of the channel and with the recipient that its header names."""
-        self._is_in_header, self._call = False, None
+        self._is_in_header, self._has_message, self._call = False, True, None
         channel, recipient = _CHANNEL_NAME.search(header), _RECIPIENT.search(header)
         self._is_reasoning = (
             self._splits_reasoning and channel is not None and channel[0] == "analysis"
