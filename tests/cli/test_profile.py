@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree as ET
@@ -50,6 +51,11 @@ def test_each_step_is_a_table_with_advice(cli: Cli, tiny: str) -> None:
         for line in text.splitlines()[1:]:  # the times end where their heading does
             time = line[: text.index(" MS ") + 3].split()[-1]
             assert float(time.replace(",", "")) >= 0
+    figures = re.findall(r"(\S+) ms a step.*\(2 steps of (\S+) ms to (\S+) ms", ran.out)
+    assert len(figures) == 3
+    for mean, fastest, slowest in figures:
+        times = [float(text.replace(",", "")) for text in (fastest, mean, slowest)]
+        assert times == sorted(times)
     assert "decode, 3 streams after 20 tokens" in ran.out
     assert "prefill, 40 tokens" in ran.out
     assert ran.out.count("Improve next: ") == 3

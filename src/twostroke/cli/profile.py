@@ -159,7 +159,7 @@ def _cells(figures: dict[str, float | None]) -> tuple[str, ...]:
 
 
 def _show(profile: StepProfile) -> None:
-    run, others = profile.run_s, profile.others_share or 0.0
+    (fastest_s, slowest_s), others = profile.range_s, profile.others_share or 0.0
     disturbed = (
         f"; other programs took {others:.0%} of the processors" if others > _MAX_QUIET_SHARE else ""
     )
@@ -167,8 +167,8 @@ def _show(profile: StepProfile) -> None:
     click.secho(profile.shape.name, bold=True)
     click.echo(
         f"{_ms(profile.step_s)} a step, {profile.tokens_per_s:,.0f} tokens/s "
-        f"({counted_noun(profile.num_steps, 'step')} of {_ms(run.low)} to "
-        f"{_ms(run.high)}{disturbed})\n"
+        f"({counted_noun(profile.num_steps, 'step')} of {_ms(fastest_s)} to "
+        f"{_ms(slowest_s)}{disturbed})\n"
     )
     show_table(_table(profile))
     click.echo(f"\n{_advice(profile)}")

@@ -22,6 +22,7 @@ from twostroke.model.families import build_program
 from twostroke.model.program import BatchShape
 from twostroke.model.program.cost import Cost, CostModel
 from twostroke.model.program.kv_layout import FORMATS
+from twostroke.model.program.ops import Activation, GatedActivation
 from twostroke.model.weights import load_path
 
 if TYPE_CHECKING:
@@ -68,6 +69,11 @@ def test_a_step_samples_the_tokens_that_its_requests_sample_alone(
         step.close()
     finally:
         backend.close()
+
+
+def test_a_product_without_an_activation_function_is_named_multiply() -> None:
+    product = GatedActivation("product", "gate", "up", 8, Activation.IDENTITY)
+    assert product.label == "multiply"
 
 
 def test_steps_of_models_with_recurrent_layers_are_timed(tmp_path: Path) -> None:

@@ -152,6 +152,11 @@ class StepProfile(Frozen):
         return self.run_s.median + self.scheduler_s
 
     @property
+    def range_s(self) -> tuple[float, float]:
+        """Seconds of the fastest and of the slowest step, from one step to the next."""
+        return self.run_s.low + self.scheduler_s, self.run_s.high + self.scheduler_s
+
+    @property
     def tokens_per_s(self) -> float:
         """Tokens that the step computes per second."""
         return self.shape.batch.num_rows / self.step_s

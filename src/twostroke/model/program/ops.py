@@ -225,8 +225,9 @@ class GatedActivation(Operation):
 
     @property
     def label(self) -> str:
-        """Return the name in profiles: the name of the activation function."""
-        return self.activation.value
+        """Return the name in profiles: the activation function's, or "multiply" without one."""
+        is_plain = self.activation is Activation.IDENTITY
+        return "multiply" if is_plain else self.activation.value
 
 
 class GateRows(Operation):
