@@ -23,6 +23,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec.structs import replace
 
 from benchmarks.common.quiet import MAX_SHARE, Watch
 from benchmarks.common.report import note, positive
@@ -189,13 +190,15 @@ def main() -> None:
         type=lambda word: word if word == "auto" else int(word),
         default=ComputeOptions().activation_bits,
     )
+    parser.add_argument("--temperature", type=float, help="of all tasks, instead of their own")
     parser.add_argument("--no-acceptance", action="store_true")
+    parser.add_argument("--accept-quality", action="store_true", help="for small trained models")
     args = parser.parse_args()
     name = _name(args)
     load_result(name)
     speculation = SpeculationOptions(draft=args.draft, heads=args.heads, count=args.drafts)
     compute = ComputeOptions(num_threads=args.threads, activation_bits=args.activation_bits)
-    options = EngineOptions(compute, speculation=speculation)
+    options = EngineOptions(compute, speculation=speculation, accept_quality=args.accept_quality)
     with build(args.model, options) as engine:
         pairs = [
             measure(engine, TASKS[task], streams, args)
@@ -216,6 +219,8 @@ def measure(engine: Engine, task: Task, streams: int, args: argparse.Namespace) 
         rng = random.Random(f"{task.name} {streams} {number}")
         prompts = [task.prompt(engine.card, rng) for _ in range(_ANSWERS * streams)]
         params = task.params(args.tokens)
+        if args.temperature is not None:
+            params = replace(params, temperature=args.temperature)
         sides = [("off", pair.plain), (args.speculate, pair.speculative)]
         results = {}
         for method, runs in sides if number % 2 else reversed(sides):
@@ -336,6 +341,8 @@ def _name(args: argparse.Namespace) -> str:
     name = ", ".join([args.model, args.speculate, *helpers])
     if args.activation_bits != ComputeOptions().activation_bits:
         name += f", {args.activation_bits}-bit activations"
+    if args.temperature is not None:
+        name += f", temperature {args.temperature:g}"
     return f"{name}, {args.drafts} drafts" if args.drafts else name
 
 

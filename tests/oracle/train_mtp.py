@@ -9,7 +9,8 @@ GGUF file, in which the model has so many further layers and feed-forward values
 its steps take as long as those of a model of 0.3 billion weights. They change no answer. The MTP
 layer is as wide. Measure with
 
-    make bench WHAT=speculation ARGS="--model MODEL.gguf --speculate mtp --tasks code random"
+    make bench WHAT=speculation ARGS="--model MODEL.gguf --speculate mtp --tasks code --streams 1 \\
+        --accept-quality --no-acceptance"
 """
 
 from __future__ import annotations

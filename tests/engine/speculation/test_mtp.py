@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,10 +15,15 @@ from support.native import load_level
 from support.speculating_engines import GREEDY, PROMPTS, comparable_fields, engine_of, everything
 from support.tiny import tiny_of, write_tiny_gguf
 from support.tiny_mtp import MTP_FAMILIES, write_mtp_folder, write_mtp_gguf
-from twostroke import SamplingParams
+from twostroke import LLM, SamplingParams
 from twostroke.backends.reference import ReferenceBackend
 from twostroke.core.errors import MemoryLimitError, ModelFormatError, UsageError
-from twostroke.core.options import CacheOptions, SpeculationOptions
+from twostroke.core.options import (
+    BatchOptions,
+    CacheOptions,
+    EngineOptions,
+    SpeculationOptions,
+)
 from twostroke.core.request import Request
 from twostroke.core.step import Slice, StepPlan
 from twostroke.engine import drafters, mtp_drafter
@@ -29,8 +35,6 @@ from twostroke.model.weights.mtp import mtp_tensors
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from twostroke import LLM
 
 LONG_PROMPTS = [f"{prompt} {prompt * 12} {index}" for index, prompt in enumerate(PROMPTS)]
 
@@ -164,6 +168,39 @@ def test_more_requests_than_have_pages_in_the_layer(
         assert comparable_fields(llm.generate(prompts, GREEDY)) == plain
         assert llm.engine.client.loop.speculator._proposers
         assert proposed(llm) > 20
+
+
+@pytest.mark.seeds(3)
+def test_tokens_do_not_depend_on_the_schedule(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of random lengths, in random engines with little memory for the layer."""
+    chance = random.Random(seed)
+    path = write_mtp_gguf(tmp_path / "m.gguf", chance.choice(MTP_FAMILIES))
+    monkeypatch.setattr(mtp_drafter, "_WINDOW", chance.choice((20, 64, 1024)))
+    monkeypatch.setattr(mtp_drafter, "_LATENT_LENGTH", chance.choice((48, 200)))
+    monkeypatch.setattr(mtp_drafter, "_NUM_PROMPT_STATES", chance.choice((1, 30, 256)))
+    monkeypatch.setattr(mtp_drafter, "_MAX_REQUESTS", chance.choice((1, 3, 16)))
+    lengths = [chance.randint(1, 180) for _ in range(8)]
+    prompts = [[chance.randrange(3, 250) for _ in range(length)] for length in lengths]
+    prompts += [prompt + prompt[-20:] for prompt in prompts[:4]]
+    params = [
+        SamplingParams(max_tokens=30, seed=1, ignore_eos=True, temperature=chance.choice((0, 1)))
+        for _ in prompts
+    ]
+    with engine_of(path, method="off") as llm:
+        plain = comparable_fields(llm.generate(prompts, params))
+    max_running = chance.choice((1, 3, 8))
+    options = EngineOptions(
+        cache=CacheOptions(memory_bytes=3_000_000, prefix_cache=chance.random() < 0.7),
+        batch=BatchOptions(max_running=max_running, token_budget=chance.choice((8, 33, 400))),
+        speculation=SpeculationOptions("mtp", count=chance.choice((1, 3, 7))),
+    )
+    with LLM(str(path), options) as llm:
+        for _ in range(2):
+            assert comparable_fields(llm.generate(prompts, params)) == plain
+        assert llm.engine.client.loop.speculator._proposers
+        assert proposed(llm) > 50
 
 
 def test_auto_uses_the_layer_beside_ngrams(path: Path) -> None:
