@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self
 
 from twostroke.backends.create import is_native, options_for_drafts
 from twostroke.backends.reference.operations import rms_norm
-from twostroke.core.errors import MemoryLimitError, ModelFormatError
+from twostroke.core.errors import ModelFormatError, TwostrokeError
 from twostroke.core.frozen import Frozen
 from twostroke.core.options import PARTNER
 from twostroke.engine.drafters import HeadsSize, create_heads_runner, in_packed_format
@@ -52,7 +52,7 @@ class MtpLayer(Frozen):
         spec: the `mtp_spec` of the model.
         program: the layer's Program.
         tensors: the layer's weights; some are the target's.
-        is_optional: whether the engine starts without the layer if it does not fit into memory.
+        is_optional: whether the engine starts without the layer if it cannot be built.
     """
 
     target: LoadedModel
@@ -99,10 +99,11 @@ class MtpLayer(Frozen):
         """Read the layer's weights, and return the layer as a proposer of draft tokens.
 
         The layer shares the threads of `backend`: close it before `backend`. Returns None if it is
-        optional and does not fit into memory.
+        optional and cannot be built.
 
         Raises:
             MemoryLimitError: the keys and values do not fit into memory with the target's.
+            BackendError: the backend cannot run the layer.
         """
         length = self.spec.context_length
         window = self.spec.window_of(self.spec.num_layers - 1)
@@ -123,7 +124,7 @@ class MtpLayer(Frozen):
                 hardware,
                 name=f"The MTP layer of {self.target.name}",
             )
-        except MemoryLimitError as error:
+        except TwostrokeError as error:
             if not self.is_optional:
                 raise
             _logger.warning("The MTP layer is not used (--speculate ngram: no layer): %s", error)
