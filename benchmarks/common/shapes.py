@@ -1,7 +1,8 @@
 """Write models of real shapes with random weights as GGUF files.
 
 Used by benchmarks of speed, which depends on the shapes and formats of a model's weights but not
-on their values. Formats are mixed as in published Q4_K_M files. A file of 4.5 GB takes some ten
+on their values. Formats are mixed as in published Q4_K_M files; gpt-oss has its experts in MXFP4
+and other matrices in Q8_0, as its published file. A file of 4.5 GB takes some ten
 seconds. Run `python -m benchmarks.common.shapes llama-8b FOLDER` to write one.
 """
 
@@ -55,7 +56,9 @@ class ModelShape(Frozen, kw_only=True):
     """The sizes of a published model.
 
     `ffn_size` is the width of an expert in a mixture. `is_tied` says whether the output matrix is
-    the token embedding.
+    the token embedding. `window` is the sliding window of every second layer, `yarn_factor` the
+    factor by which YaRN extends a context. `is_gpt_oss`: the model has biases and sinks, and the
+    formats of gpt-oss.
     """
 
     architecture: str
@@ -73,6 +76,9 @@ class ModelShape(Frozen, kw_only=True):
     rope_base: float = 500_000.0
     context_length: int = 32_768
     recurrent: RecurrentShape | None = None
+    window: int | None = None
+    yarn_factor: float | None = None
+    is_gpt_oss: bool = False
 
 
 SHAPES: Final[dict[str, ModelShape]] = {
@@ -122,6 +128,23 @@ SHAPES: Final[dict[str, ModelShape]] = {
         num_experts=128,
         num_used_experts=8,
         rope_base=1e6,
+    ),
+    "gpt-oss-20b": ModelShape(
+        architecture="gpt-oss",
+        num_layers=24,
+        hidden_size=2880,
+        ffn_size=2880,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=64,
+        vocab_size=201_088,
+        num_experts=32,
+        num_used_experts=4,
+        rope_base=150_000.0,
+        context_length=131_072,
+        window=128,
+        yarn_factor=32.0,
+        is_gpt_oss=True,
     ),
     "qwen3.5-0.8b": ModelShape(
         architecture="qwen35",
@@ -229,6 +252,14 @@ def _metadata(name: str, shape: ModelShape, num_layers: int) -> dict[str, Any]:
         facts["expert_feed_forward_length"] = shape.ffn_size
     if shape.recurrent is not None:
         facts |= _recurrent_facts(shape, shape.recurrent)
+    if shape.window is not None:
+        facts["attention.sliding_window"] = shape.window
+    if shape.yarn_factor is not None:
+        facts["rope.scaling.type"] = "yarn"
+        facts["rope.scaling.factor"] = shape.yarn_factor
+        facts["rope.scaling.original_context_length"] = int(
+            shape.context_length / shape.yarn_factor
+        )
     return {
         "general.architecture": shape.architecture,
         "general.name": f"{name} (random weights)",
@@ -265,7 +296,10 @@ def _recurrent_facts(shape: ModelShape, recurrent: RecurrentShape) -> dict[str, 
 
 
 def _matrices(shape: ModelShape, num_layers: int) -> Iterator[_Matrix]:
-    """Yield the weights with the formats that Q4_K_M gives them."""
+    """Yield the weights with the formats that published files give them."""
+    if shape.is_gpt_oss:
+        yield from _gpt_oss_matrices(shape, num_layers)
+        return
     width = shape.hidden_size
     yield _Matrix(
         "token_embd.weight", (shape.vocab_size, width), "Q6_K" if shape.is_tied else "Q4_K"
@@ -297,6 +331,33 @@ def _matrices(shape: ModelShape, num_layers: int) -> Iterator[_Matrix]:
             yield _Matrix(f"{prefix}ffn_gate_shexp.weight", (shape.ffn_size, width), "Q4_K")
             yield _Matrix(f"{prefix}ffn_up_shexp.weight", (shape.ffn_size, width), "Q4_K")
             yield _Matrix(f"{prefix}ffn_down_shexp.weight", (width, shape.ffn_size), fine)
+
+
+def _gpt_oss_matrices(shape: ModelShape, num_layers: int) -> Iterator[_Matrix]:
+    width, queries = shape.hidden_size, shape.num_heads * shape.head_dim
+    keys = shape.num_kv_heads * shape.head_dim
+    experts, ffn = shape.num_experts, shape.ffn_size
+    yield _Matrix("token_embd.weight", (shape.vocab_size, width), "Q8_0")
+    yield _Matrix("output_norm.weight", (width,), "F32")
+    yield _Matrix("output.weight", (shape.vocab_size, width), "Q8_0")
+    for layer in range(num_layers):
+        prefix = f"blk.{layer}."
+        yield _Matrix(f"{prefix}attn_norm.weight", (width,), "F32")
+        for name, rows, columns in (
+            ("attn_q", queries, width),
+            ("attn_k", keys, width),
+            ("attn_v", keys, width),
+            ("attn_output", width, queries),
+        ):
+            yield _Matrix(f"{prefix}{name}.weight", (rows, columns), "Q8_0")
+            yield _Matrix(f"{prefix}{name}.bias", (rows,), "F32")
+        yield _Matrix(f"{prefix}attn_sinks.weight", (shape.num_heads,), "F32")
+        yield _Matrix(f"{prefix}post_attention_norm.weight", (width,), "F32")
+        yield _Matrix(f"{prefix}ffn_gate_inp.weight", (experts, width), "F32")
+        yield _Matrix(f"{prefix}ffn_gate_inp.bias", (experts,), "F32")
+        for name, rows, columns in (("gate", ffn, width), ("up", ffn, width), ("down", width, ffn)):
+            yield _Matrix(f"{prefix}ffn_{name}_exps.weight", (experts, rows, columns), "MXFP4")
+            yield _Matrix(f"{prefix}ffn_{name}_exps.bias", (experts, rows), "F32")
 
 
 def _attention_matrices(prefix: str, shape: ModelShape, fine: str) -> Iterator[_Matrix]:
@@ -334,12 +395,14 @@ def _has_more_bits(layer: int, num_layers: int) -> bool:
 def _random_data(rng: np.random.Generator, matrix: _Matrix) -> Iterator[NDArray[np.uint8]]:
     """Yield the bytes of a weight: ones for a norm, else values with a mean of 0.
 
-    Decay rates are negative.
+    Decay rates are negative, biases of products are 0.
     """
     count = int(np.prod(matrix.shape))
     deviation = matrix.shape[-1] ** -0.5
     if matrix.name.endswith("ssm_a"):
         yield np.full(count, -0.5, np.float32).view(np.uint8)
+    elif matrix.name.endswith(".bias") and not matrix.name.endswith("ssm_dt.bias"):
+        yield np.zeros(count, np.float32).view(np.uint8)
     elif len(matrix.shape) == 1:
         yield np.ones(count, np.float32).view(np.uint8)
     elif matrix.format_name == "F32":
@@ -347,7 +410,7 @@ def _random_data(rng: np.random.Generator, matrix: _Matrix) -> Iterator[NDArray[
         values *= np.float32(deviation)
         yield values.view(np.uint8)
     else:
-        draw = {"Q4_K": _q4_k_blocks, "Q6_K": _q6_k_blocks}[matrix.format_name]
+        draw = _DRAWN_BLOCKS[matrix.format_name]
         num_blocks = count // FORMATS[matrix.format_name].block_size
         for first in range(0, num_blocks, _WRITTEN_BLOCKS):
             yield draw(rng, min(_WRITTEN_BLOCKS, num_blocks - first), deviation)
@@ -372,6 +435,30 @@ def _q6_k_blocks(rng: np.random.Generator, count: int, deviation: float) -> NDAr
         np.uint8
     )
     return blocks
+
+
+def _q8_0_blocks(rng: np.random.Generator, count: int, deviation: float) -> NDArray[np.uint8]:
+    """Return random blocks of Q8_0, whose codes are uniform from -128 to 127."""
+    code_spread = 73.9
+    blocks = np.frombuffer(rng.bytes(count * 34), np.uint8).reshape(count, 34).copy()
+    blocks[:, :2] = np.array([deviation / code_spread], np.float16).view(np.uint8)
+    return blocks
+
+
+def _mxfp4_blocks(rng: np.random.Generator, count: int, deviation: float) -> NDArray[np.uint8]:
+    """Return random blocks of MXFP4, whose scale is the power of two next to the deviation."""
+    code_spread, code_of_one = 2.93, 127
+    blocks = np.frombuffer(rng.bytes(count * 17), np.uint8).reshape(count, 17).copy()
+    blocks[:, 0] = code_of_one + round(float(np.log2(deviation / code_spread)))
+    return blocks
+
+
+_DRAWN_BLOCKS: Final = {
+    "Q4_K": _q4_k_blocks,
+    "Q6_K": _q6_k_blocks,
+    "Q8_0": _q8_0_blocks,
+    "MXFP4": _mxfp4_blocks,
+}
 
 
 def main() -> None:
