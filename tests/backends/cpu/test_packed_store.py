@@ -353,7 +353,7 @@ def test_the_least_recently_used_files_go_first(model, packed_folder):
 
 
 def test_weights_beyond_the_limit_are_not_kept(model, tmp_path, expected, caplog):
-    with caplog.at_level(logging.INFO, logger="twostroke.engine"):
+    with caplog.at_level(logging.WARNING, logger="twostroke.engine"):
         assert np.array_equal(start(model, tmp_path, max_bytes=1000), expected)
     assert "--packed-cache" in caplog.text
     assert list(tmp_path.iterdir()) == []
@@ -370,7 +370,7 @@ def test_a_full_disk_leaves_no_file(model, tmp_path, expected, monkeypatch, capl
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(packed_store.os, "write", fail)
-    with caplog.at_level(logging.INFO, logger="twostroke.engine"):
+    with caplog.at_level(logging.WARNING, logger="twostroke.engine"):
         assert np.array_equal(start(model, tmp_path), expected)
     assert os.strerror(errno.ENOSPC) in caplog.text
     assert list(tmp_path.iterdir()) == []

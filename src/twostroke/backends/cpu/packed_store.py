@@ -179,7 +179,9 @@ class PackedStore:
         return num_bytes >= self._min_bytes and len(memory_nodes()) <= 1
 
     def _discard(self, path: Path, fault: str) -> None:
-        _logger.warning("The packed weights %s: %s. They are packed again.", fault, path)
+        _logger.warning(
+            "The file of packed weights %s: %s. The weights are packed again.", fault, path
+        )
         with suppress(OSError):
             path.unlink()
             _record_of(path).unlink()
@@ -309,7 +311,7 @@ class PackedWriter:
                 self._map()
         except (OSError, TwostrokeError) as error:
             reason = getattr(error, "strerror", None) or error
-            _logger.info("The packed weights are not kept for the next start: %s.", reason)
+            _logger.warning("The packed weights are not kept for the next start: %s.", reason)
         except RuntimeError:  # of threads that cannot start, as the process ends without `close`
             if threading.main_thread().is_alive():
                 raise
