@@ -4,7 +4,8 @@ Run it with `make bench WHAT=start`.
 
 `twostroke generate` runs in turn with llama.cpp's own `llama-completion`, each time as a new
 process with the model's file in the page cache. Memory is the peak while an answer fills a
-context.
+context. Models of real shapes, from `python -m benchmarks.common.shapes`, may be measured as well:
+`make bench WHAT=start ARGS="--models FOLDER/llama-8b.gguf"`. Their weights are random.
 """
 
 from __future__ import annotations
@@ -95,7 +96,9 @@ def _measure(model: str, programs: Path, args: argparse.Namespace) -> list[Recor
 def _ours(model: str, prompt: str, num_tokens: int, threads: int) -> list[str]:
     sizes = ("--context-length", str(_CONTEXT), "--threads", str(threads))
     length_options = ("--ignore-eos", "--max-tokens", str(num_tokens))
-    return generate_command(model, "--raw", *sizes, *length_options, "-p", prompt)
+    return generate_command(
+        model, "--raw", "--accept-quality", *sizes, *length_options, "-p", prompt
+    )
 
 
 def _llama(program: Path, path: Path, prompt: str, num_tokens: int, threads: int) -> list[str]:

@@ -11,11 +11,14 @@ import pytest
 from msgspec.structs import replace
 
 from support.tiny import Tiny, write_tiny_gguf
+from twostroke import LLM, EngineOptions
+from twostroke.backends import recipe
 from twostroke.backends.activation_bits import METHOD
 from twostroke.backends.activation_bits import resolve as activations
 from twostroke.backends.activation_bits.resolve import resolve_activation_bits
 from twostroke.backends.cpu import CpuBackend
 from twostroke.core.env import cache_dir
+from twostroke.core.errors import MemoryLimitError
 from twostroke.core.options import ActivationBits, ComputeOptions
 from twostroke.model.families import build_program
 from twostroke.model.weights import load_path
@@ -48,6 +51,33 @@ def test_a_choice_is_made_once_and_a_damaged_one_again(model, tmp_path, monkeypa
         stored_path.write_text(damaged)
         assert resolve_activation_bits(AUTO, *model, messages.append).activation_bits == first
     assert len(messages) == 6
+
+
+def test_a_model_that_does_not_fit_is_refused_before_its_bits_are_chosen(model, monkeypatch):
+    monkeypatch.setattr(activations, "MIN_WEIGHTS", 0)
+    monkeypatch.setattr(activations, "choose", lambda *_: pytest.fail("bits were chosen for it"))
+    monkeypatch.setattr(recipe, "memory_free", lambda *_: 1 << 20)
+    with pytest.raises(MemoryLimitError, match="no context would fit"):
+        LLM(model[0].path, EngineOptions(compute=AUTO))
+
+
+def test_a_measurement_keeps_the_packed_weights_for_the_start(model, monkeypatch):
+    monkeypatch.setattr(activations, "MIN_WEIGHTS", 0)
+    stores = []
+    create = CpuBackend.__init__
+
+    def note_store(self, *args, packed_store=None, **options):
+        stores.append(packed_store)
+        create(self, *args, packed_store=packed_store, **options)
+
+    monkeypatch.setattr(CpuBackend, "__init__", note_store)
+    LLM(model[0].path, EngineOptions(compute=AUTO)).close()
+    measuring, serving = stores
+    names = ["matrix Q4_1 (1, 32)"]
+    library_path = model[0].path  # any file
+    assert measuring.path_of(library_path, names, "id") == serving.path_of(
+        library_path, names, "id"
+    )
 
 
 def test_large_models_are_scored_on_less_text(model, monkeypatch):
