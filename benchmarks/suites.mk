@@ -53,6 +53,9 @@ bench-plan: native pull ## Plans beside measured steps, memory and published spe
 bench-simulate: native pull ## Simulated runs beside the measured server.
 	@$(BIN)/python -m benchmarks.lab.simulate $(ARGS)
 
+bench-client: native ## The client of `twostroke bench` itself, against a server that does nothing.
+	@$(BIN)/python -m benchmarks.serving.bench_client $(ARGS)
+
 bench-router: native pull ## The router beside clients that choose replicas, its decisions.
 	@$(BIN)/python -m benchmarks.serving.router $(ARGS)
 

@@ -28,6 +28,7 @@ class EndpointBehavior:
         drops: each third answer ends in the middle.
         refuses: each third request gets status 429.
         tokens_factor: the reported number of output tokens, to the real one.
+        num_prompt: the reported number of prompt tokens; 0 for the real one.
         chunk_tokens: tokens of a chunk.
         cached: share of the prompt that is reported as cached.
         has_usage: whether usage is reported.
@@ -36,6 +37,8 @@ class EndpointBehavior:
         reasoning: tokens of reasoning before the content.
         error_after: tokens after which an error comes in the stream; 0 for none.
         ends_early: answers have half of their tokens, and end with "stop".
+        has_tokenizer: whether it has `/tokenize`, which counts words.
+        bodies: the requests that were answered, without the questions before a run.
     """
 
     models: tuple[str, ...] = ("fake",)
@@ -46,6 +49,7 @@ class EndpointBehavior:
     drops: bool = False
     refuses: bool = False
     tokens_factor: float = 1.0
+    num_prompt: int = 0
     chunk_tokens: int = 1
     cached: float = 0.0
     has_usage: bool = True
@@ -55,7 +59,7 @@ class EndpointBehavior:
     error_after: int = 0
     ends_early: bool = False
     has_tokenizer: bool = False
-    bodies: list[dict[str, Any]] = field(default_factory=list)  # requests with answers, in order
+    bodies: list[dict[str, Any]] = field(default_factory=list)
 
 
 class FakeEndpoint:
@@ -187,7 +191,7 @@ class FakeEndpoint:
 
     def _usage(self, body: dict[str, Any], num_output: int) -> dict[str, Any]:
         text = body["prompt"] if "prompt" in body else body["messages"][-1]["content"]
-        num_prompt = len(text.split()) + TEMPLATE_TOKENS
+        num_prompt = self.behavior.num_prompt or len(text.split()) + TEMPLATE_TOKENS
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": round(num_output * self.behavior.tokens_factor),

@@ -83,6 +83,14 @@ def test_every_request_is_sent_once_with_its_lengths():
             assert all(log.sent_s >= log.timings.arrival_s for log in logs)
 
 
+def test_a_count_that_no_tokenizer_has_does_not_change_the_prompts():
+    with endpoint(num_prompt=7) as server:
+        result = bench(server, load(num_prompt=50))
+        texts = [body["messages"][0]["content"] for body in server.behavior.bodies]
+    assert {len(text.split()) for text in texts} == {50}
+    assert "prompt lengths" in result.audit.verdict
+
+
 def test_failures_are_counted_by_kind():
     kinds = {"refuses": "HTTP 429", "drops": "connection closed"}
     for fault, kind in kinds.items():

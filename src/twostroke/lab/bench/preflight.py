@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from twostroke.lab.bench.request_form import RequestForm
 
 _SHORT_PROMPT: Final = 16  # words
+_MIN_TOKENS_PER_WORD: Final = 0.5
+_MAX_TOKENS_PER_WORD: Final = 8.0  # a token for each byte of a word and its space
 _KEY_STATUSES: Final = {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}
 # An endpoint refuses a field that it does not know with these.
 _FIELD_STATUSES: Final = {HTTPStatus.BAD_REQUEST, HTTPStatus.UNPROCESSABLE_ENTITY}
@@ -71,13 +73,23 @@ async def ask_endpoint(client: EndpointClient, template: RequestForm) -> Endpoin
         answers = [await _send(client, form, text) for text in texts]
         counts = [one_answer.log.num_prompt for one_answer in answers]
         if answers[0].has_usage and answers[1].has_usage:
-            per_word = max((counts[1] - counts[0]) / (lengths[1] - lengths[0]), 1e-3)
-            overhead = max(round(counts[0] - per_word * lengths[0]), 0)
-            sizes = PromptSizes(tokens_per_word=per_word, overhead=overhead)
+            sizes = _prompt_sizes(lengths, counts)
     has_tokenizer = await count_tokens(client, model, "some words") is not None
     return EndpointFacts(
         form=form, sizes=sizes, has_usage=answer.has_usage, has_tokenizer=has_tokenizer
     )
+
+
+def _prompt_sizes(lengths: list[int], counts: list[int]) -> PromptSizes:
+    """Return the sizes that follow from the counts of two prompts, with lengths in words.
+
+    Counts that no tokenizer has are ignored; the audit then names the lengths of the prompts.
+    """
+    per_word = (counts[1] - counts[0]) / (lengths[1] - lengths[0])
+    if not _MIN_TOKENS_PER_WORD <= per_word <= _MAX_TOKENS_PER_WORD:
+        return PromptSizes()
+    overhead = max(round(counts[0] - per_word * lengths[0]), 0)
+    return PromptSizes(tokens_per_word=per_word, overhead=overhead)
 
 
 async def count_tokens(client: EndpointClient, model: str, text: str) -> int | None:
