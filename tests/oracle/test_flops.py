@@ -39,6 +39,9 @@ def test_pytorch_counts_the_same_operations(family: str, tmp_path: Path) -> None
     sizes = {"ffn_size": 128} if is_said else {}  # as its metadata say
     if variant.wide is not None:
         sizes["hidden_size"] = 4 * SIZES["hidden_size"]  # beside norms of heads
+    if variant.channels is not None:
+        sizes["num_heads"] = variant.channels.num_heads
+        sizes["hidden_size"] = 2 * SIZES["hidden_size"]  # beside decays of channels
     tiny = tiny_of(family, **{**SIZES, **sizes})
     loaded = load_path(write_tiny_gguf(tmp_path / "wide.gguf", tiny))
     program = build_program(loaded.spec)

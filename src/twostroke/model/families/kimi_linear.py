@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 _MAX_KERNEL: Final = 64  # rows of the convolution; known models have 4
 _LAYER_TYPES: Final = {"linear_attention": False, "full_attention": True}
 _DEFAULT_PERIOD: Final = 4  # of layers with attention in transformers, which begins with layer 4
+_MLPS: Final = ("block_sparse_moe", "mlp")  # names of dense feed-forwards
 _NORMALIZES: Final = "expert_weights_norm"
 
 # Keys of published files, and the keys that the readers of DeepSeek's files know.
@@ -186,6 +187,8 @@ KIMI_LINEAR = Family(
     gguf_values=gguf_values,
     config_values=config_values,
     layer_names={
+        # transformers saves dense layers under the name of sparse ones, too.
+        **{f"{mlp}.{part}_proj": f"ffn_{part}" for mlp in _MLPS for part in ("gate", "up", "down")},
         **EXPERT_NAMES,
         **{name.replace("mlp", "block_sparse_moe"): w for name, w in EXPERT_NAMES.items()},
         **{f"self_attn.{part}_conv1d": f"ssm_conv1d_{part}" for part in "qkv"},

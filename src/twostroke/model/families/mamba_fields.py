@@ -37,10 +37,6 @@ def gguf_mamba2(fields: Fields, spec: ModelSpec, attends: tuple[bool, ...]) -> M
     """Read the sizes of Mamba-2 from a GGUF file; `attends` tells which layers have attention."""
     num_heads = fields.integer("ssm.time_step_rank", MAX_WIDTH)
     width = fields.integer("ssm.inner_size", MAX_WIDTH)
-    if width % num_heads or width > num_heads * MAX_HEAD_DIM:
-        parts = f"equal parts of at most {MAX_HEAD_DIM}"
-        heads = counted_noun(num_heads, "Mamba head that does", "Mamba heads that do")
-        fields.fault(f"has {heads} not divide {counted_noun(width, 'value')} into {parts}")
     return _checked(
         fields,
         Mamba2Spec(
@@ -48,11 +44,20 @@ def gguf_mamba2(fields: Fields, spec: ModelSpec, attends: tuple[bool, ...]) -> M
             num_heads=num_heads,
             num_groups=fields.integer("ssm.group_count", MAX_WIDTH),
             state_size=fields.integer("ssm.state_size", MAX_HEAD_DIM),
-            head_dim=width // num_heads,
+            head_dim=_head_dim(fields, width, num_heads),
             kernel=fields.integer("ssm.conv_kernel", _MAX_KERNEL, low=2),
             norm_epsilon=spec.norm_epsilon,
         ),
     )
+
+
+def _head_dim(fields: Fields, width: int, num_heads: int) -> int:
+    """Return the width of a head, if the heads divide `width` values into equal parts."""
+    if width % num_heads or width > num_heads * MAX_HEAD_DIM:
+        parts = f"equal parts of at most {MAX_HEAD_DIM}"
+        heads = counted_noun(num_heads, "Mamba head that does", "Mamba heads that do")
+        fields.fault(f"has {heads} not divide {counted_noun(width, 'value')} into {parts}")
+    return width // num_heads
 
 
 def config_mamba2(
@@ -64,9 +69,9 @@ def config_mamba2(
     """
     num_heads = fields.integer(keys["num_heads"], MAX_WIDTH)
     head_dim: Any = None
-    if fields.value(keys["head_dim"]) == "auto":
-        expanded = fields.integer(keys["expand"], MAX_WIDTH) * spec.hidden_size
-        fields, head_dim = fields.changed({keys["head_dim"]: None}), expanded // num_heads
+    if "expand" in keys and fields.value(keys["head_dim"]) == "auto":
+        width = fields.integer(keys["expand"], MAX_WIDTH) * spec.hidden_size
+        head_dim = _head_dim(fields, width, num_heads)
     min_step, max_step = _time_step_limit(fields)
     return _checked(
         fields,
