@@ -155,12 +155,15 @@ def _prepare_server(
     from twostroke.server.http.logs import logging_to
     from twostroke.server.http.server import bind
     from twostroke.server.observability.objectives import limits_of, parse_objective
+    from twostroke.server.observability.trace_recorder import check_trace_file
     from twostroke.server.observability.traces import check_endpoint
 
     objectives = tuple(map(parse_objective, values["objectives"]))
     limits_of(objectives)  # wrong ones are refused here, before the weights are loaded
     if values["otlp_endpoint"] is not None:
         check_endpoint(values["otlp_endpoint"])
+    if values["record_trace"] is not None:
+        check_trace_file(values["record_trace"])
     records = stack.enter_context(open_records(process.records))
     keys = _api_keys(values["api_keys"], process)
     serving = take_struct(ServeOptions, values, api_keys=keys, objectives=objectives)

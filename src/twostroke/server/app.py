@@ -52,6 +52,7 @@ from twostroke.server.models.registry import ModelRegistry
 from twostroke.server.observability.health import HealthReports
 from twostroke.server.observability.metrics import ServerMetrics
 from twostroke.server.observability.state import DashboardStates
+from twostroke.server.observability.trace_recorder import TraceRecorder
 from twostroke.server.observability.traces import Traces, exporter
 from twostroke.server.openapi.document import ServerFacts, document
 from twostroke.server.openapi.operations import OPERATIONS
@@ -141,6 +142,8 @@ class Api:
         self.observers: list[Observer] = []
         if options.otlp_endpoint is not None:
             self.observers.append(Traces(exporter(options.otlp_endpoint)))
+        if options.record_trace is not None:
+            self.observers.append(TraceRecorder(options.record_trace))
         if options.access_log:
             self.observers.append(AccessLog())  # after the traces, since it logs their ids
         self.site = Site()

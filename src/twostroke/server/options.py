@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Final
 
 from twostroke.core.errors import UsageError
@@ -42,6 +43,7 @@ class ServeOptions(HttpOptions):
         max_stored: how many responses of /v1/responses are stored; 0 stores none.
         max_stored_bytes: the maximum total size of the stored responses.
         objectives: latency goals, shown in metrics and on the dashboard.
+        record_trace: the file to which a trace of the requests is recorded; None records none.
         otlp_endpoint: the URL to which traces are sent, by OTLP over HTTP; None sends none.
     """
 
@@ -131,6 +133,18 @@ class ServeOptions(HttpOptions):
             "or for all; repeatable.",
         ),
     ] = ()
+    record_trace: Annotated[
+        Path | None,
+        Option(
+            "--record-trace",
+            section="Observing",
+            form="path",
+            metavar="FILE",
+            default="none is recorded",
+            help="Append times, token counts and shared beginnings of requests to FILE, without "
+            "any text; `simulate --trace FILE` replays them.",
+        ),
+    ] = None
     otlp_endpoint: Annotated[
         str | None,
         Option(

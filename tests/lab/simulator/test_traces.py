@@ -174,3 +174,53 @@ def test_a_recorded_run_can_be_repeated(tmp_path):
     path = write(tmp_path, "run.json", json.dumps({"requests": requests}))
     with pytest.raises(UsageError, match=r"run.json, request 2: num_prompt must be a whole number"):
         read_trace(path)
+
+
+HEADER = '{"recorded_trace": 1, "block_tokens": 16}'
+
+
+def recorded_line(at_s, num_prompt, shared=None):
+    line = {"arrival_s": at_s, "prompt_tokens": num_prompt, "output_tokens": 5}
+    return json.dumps(line | ({"shared": shared} if shared else {}))
+
+
+def test_recorded_prompts_share_what_they_shared(tmp_path):
+    lines = [
+        HEADER,
+        recorded_line(10.0, 100),
+        recorded_line(12.0, 90, [1, 64]),
+        recorded_line(11.0, 200, [1, 80]),
+        recorded_line(13.0, 50),
+    ]
+    load = read_trace(write(tmp_path, "recorded.jsonl", "\n".join(lines)))
+    assert [arrival.at_s for arrival in load.arrivals] == [0.0, 1.0, 2.0, 3.0]
+    first, third, second, last = (
+        arrival.tokens(number, 10**9) for number, arrival in enumerate(load.arrivals)
+    )
+    assert first[:64] == second[:64] == third[:64]
+    assert second[:80] == third[:80]
+    assert first[64:80] != second[64:80]
+    assert second[80:90] != third[80:90]
+    assert last[:16] != first[:16]
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        ([HEADER.replace("1,", "2,")], "another version"),
+        ([HEADER.replace("16", "32")], "another version"),
+        ([HEADER, recorded_line(1.0, 40, [1, 32])], "was cut"),
+        ([HEADER, recorded_line(1.0, 40), HEADER, recorded_line(1.0, 40, [1, 32])], "was cut"),
+        ([HEADER, recorded_line(1.0, 40), recorded_line(1.0, 40, [1, 48])], "two whole numbers"),
+        ([HEADER, recorded_line(1.0, 40), recorded_line(1.0, 40, [1])], "two whole numbers"),
+        ([HEADER, recorded_line("soon", 40)], "arrival_s"),
+    ],
+)
+def test_a_recorded_trace_that_is_not_valid_names_the_line(tmp_path, lines, reason):
+    with pytest.raises(UsageError, match=rf"line {len(lines)}: .*{reason}"):
+        read_trace(write(tmp_path, "recorded.jsonl", "\n".join(lines)))
+
+
+def test_a_recorded_trace_without_requests_is_empty(tmp_path):
+    with pytest.raises(UsageError, match="has no requests"):
+        read_trace(write(tmp_path, "recorded.jsonl", HEADER))

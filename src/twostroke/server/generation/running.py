@@ -23,7 +23,7 @@ from twostroke.engine.status import Health
 from twostroke.server.http.errors import ServerStoppingError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
     from twostroke.core.request import Hints
     from twostroke.core.sampling import SamplingParams
@@ -234,6 +234,16 @@ class RunningAnswers:
     def service_tier(self) -> str:
         """The service tier of the request."""
         return self._job.caller.service_tier
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """The token ids of each prompt."""
+        return self._prompts
+
+    @property
+    def results(self) -> Mapping[int, tuple[FinishReason, Usage, Timings]]:
+        """The results of the answers that have ended, by index."""
+        return self._results
 
     @property
     def num_unread(self) -> int:
