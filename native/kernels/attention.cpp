@@ -6,6 +6,7 @@
 
 #include "kernels/attention_tile.h"
 #include "kernels/attention_tiles.h"
+#include "kernels/attention_whole.h"
 #include "kernels/piece.h"
 #include "kernels/soften.h"
 #include "kernels/spread.h"
@@ -58,7 +59,7 @@ void soften_codes(const AttentionRows& rows, const Piece<Short>& piece,
 }
 
 /// Computes the shares of some queries, each of which sees a key of the piece.
-template <bool Fetches, class T>
+template <class T>
 void attend_tile(const AttentionRows& rows, int64_t head_dim, const Piece<T>& piece,
                  const TileQueries<T>& queries, TileShare& share) {
   constexpr bool kIsWhole = std::is_same_v<T, Short>;
@@ -77,8 +78,8 @@ void attend_tile(const AttentionRows& rows, int64_t head_dim, const Piece<T>& pi
     for (int64_t b = blocks.begin; b < blocks.end; b += kVectors) {
       with_constant<kVectors>(blocks.end - b, [&](auto constant_b) {
         constexpr int B = decltype(constant_b)::value;
-        score_tile<Q, B, Fetches>(queries.q, piece.keys + b, piece.next_keys + b, head_dim,
-                                  scores + b * kLanes, kPieceTokens);
+        score_tile<Q, B, false>(queries.q, piece.keys + b, piece.keys + b, head_dim,
+                                scores + b * kLanes, kPieceTokens);
       });
     }
     if constexpr (kIsWhole) {
@@ -100,10 +101,8 @@ void attend_tile(const AttentionRows& rows, int64_t head_dim, const Piece<T>& pi
       with_constant<kVectors>((head_dim - d) / kLanes, [&](auto constant_b) {
         constexpr int B = decltype(constant_b)::value;
         const T* values[kBlocksPerPiece];
-        const T* next[kBlocksPerPiece];
         for (int64_t b = blocks.begin; b < blocks.end; ++b) {
           values[b] = piece.values[b] + d * kTogether;
-          next[b] = piece.next_values[b] + d * kTogether;
         }
         const typename Arithmetic<T>::Factor* factors;
         if constexpr (kIsWhole) {
@@ -111,8 +110,11 @@ void attend_tile(const AttentionRows& rows, int64_t head_dim, const Piece<T>& pi
         } else {
           factors = scores;
         }
-        value_tile<Q, B, Fetches>(factors, kPieceTokens, scales, values, next, head_dim,
-                                  blocks.begin * kBlockTokens, num_tokens, share.out + d);
+        const auto put = [&](int i, int b, Lanes sum) {
+          store_lanes(share.out + i * head_dim + d + b * kLanes, sum);
+        };
+        value_tile<Q, B, false>(factors, kPieceTokens, scales, values, values, head_dim,
+                                blocks.begin * kBlockTokens, num_tokens, put);
       });
     }
   });
@@ -206,55 +208,178 @@ void end_merging(const AttentionRows& rows, int64_t head_dim, const Pieces& piec
   });
 }
 
-/// Calls `take(piece, share, first, count)` for each tile of queries and each piece stored here.
-template <class T, bool Fetches, class Take>
-void for_shares(const AttentionRows& rows, const LayerPages& pages, const Pieces& pieces,
-                AttentionScratch& scratch, Take take) {
-  const int64_t head_dim = pages.head_dim;
-  const int64_t end = std::min(pieces.end, rows.piece_end());
-  alignas(64) float out[kTileQueries * kMostHeadDim];
-  int64_t index = pages.first_stored(std::max(pieces.begin, rows.piece_begin()));
-  for (; index < end; index += pages.num_places) {
-    const Piece<T> piece = find_piece<T>(rows, pages, index, scratch);
-    const int64_t query_end = rows.row_end(index) * rows.group;
-    for (int64_t i = rows.row_begin(index) * rows.group; i < query_end; i += kTileQueries) {
-      const int64_t count = std::min<int64_t>(kTileQueries, query_end - i);
-      TileShare share;
-      share.out = out;
-      TileQueries<T> queries{nullptr, scratch.scales.data() + i, i, count};
-      if constexpr (std::is_same_v<T, Short>) {
-        queries.q = scratch.codes() + i * head_dim;
-      } else {
-        queries.q = scratch.q.data() + i * head_dim;
+/// Takes the shares of pieces: merges them with what was merged before, or stores them.
+class Shares {
+ public:
+  Shares(const AttentionRows& rows, int64_t head_dim, AttentionScratch& scratch,
+         const PieceShares* stored)
+      : rows_(rows), head_dim_(head_dim), scratch_(scratch), stored_(stored) {}
+
+  /// Takes the share of queries [first, first + count) of a piece.
+  void take(int64_t piece, const TileShare& share, int64_t first, int64_t count) {
+    take_sums(piece, share.peak, share.sum, first, count);
+    for (int64_t i = 0; i < count; ++i) {
+      for (int64_t d = 0; d < head_dim_; d += kLanes) {
+        take_values(i, d, load_lanes(share.out + i * head_dim_ + d));
       }
-      attend_tile<Fetches>(rows, head_dim, piece, queries, share);
-      take(index, share, i, count);
     }
+  }
+
+  /// The same in parts: first the sums, then sixteen values of the tile's query `i` at a time.
+  void take_sums(int64_t piece, const float* peak, const float* sum, int64_t first, int64_t count) {
+    first_ = first;
+    if (stored_ == nullptr) {
+      out_ = scratch_.out.data() + first * head_dim_;
+      merge_sums(peak, sum, count, scratch_.peak.data() + first, scratch_.sum.data() + first,
+                 &factors_);
+      return;
+    }
+    out_ = stored_->of_piece(piece, head_dim_);
+    float* peaks = out_ + stored_->num_queries() * head_dim_;
+    for (int64_t i = 0; i < count; ++i) {
+      peaks[stored_query(i)] = peak[i];
+      peaks[stored_->num_queries() + stored_query(i)] = sum[i];
+    }
+  }
+  void take_values(int64_t i, int64_t d, Lanes values) const {
+    if (stored_ == nullptr) return merge_values(factors_, i, values, out_ + i * head_dim_ + d);
+    store_lanes(out_ + stored_query(i) * head_dim_ + d, values);
+  }
+
+ private:
+  /// The place of a query of the tile among all.
+  int64_t stored_query(int64_t i) const {
+    const int64_t row = stored_->first_row + (first_ + i) / rows_.group;
+    return row * stored_->num_heads + stored_->first_head + (first_ + i) % rows_.group;
+  }
+
+  const AttentionRows& rows_;
+  int64_t head_dim_;
+  AttentionScratch& scratch_;
+  const PieceShares* stored_;  // null: shares are merged
+  int64_t first_ = 0;
+  float* out_ = nullptr;
+  MergeFactors factors_;
+};
+
+template <class T>
+TileQueries<T> tile_queries(const AttentionScratch& scratch, int64_t head_dim, int64_t first,
+                            int64_t count) {
+  const float* scales = scratch.scales.data() + first;
+  if constexpr (std::is_same_v<T, Short>) {
+    return {scratch.codes() + first * head_dim, scales, first, count};
+  } else {
+    return {scratch.q.data() + first * head_dim, scales, first, count};
   }
 }
 
-template <class Take>
-void for_shares(const AttentionRows& rows, const LayerPages& pages, const Pieces& pieces,
-                AttentionScratch& scratch, Take take) {
+/// Computes the shares of a piece.
+template <class T>
+void attend_piece(const AttentionRows& rows, const LayerPages& pages, int64_t index,
+                  AttentionScratch& scratch, Shares& shares) {
+  const int64_t head_dim = pages.head_dim;
+  alignas(64) float out[kTileQueries * kMostHeadDim];
+  const Piece<T> piece = find_piece<T>(rows, pages, index, scratch);
+  const int64_t query_end = rows.row_end(index) * rows.group;
+  for (int64_t i = rows.row_begin(index) * rows.group; i < query_end; i += kTileQueries) {
+    const int64_t count = std::min<int64_t>(kTileQueries, query_end - i);
+    TileShare share;
+    share.out = out;
+    attend_tile(rows, head_dim, piece, tile_queries<T>(scratch, head_dim, i, count), share);
+    shares.take(index, share, i, count);
+  }
+}
+
+/// Computes the shares of each piece that is stored here.
+template <class T>
+void attend_many(const AttentionRows& rows, const LayerPages& pages, const Pieces& pieces,
+                 AttentionScratch& scratch, Shares& shares) {
+  int64_t index = pages.first_stored(pieces.begin);
+  for (; index < pieces.end; index += pages.num_places) {
+    attend_piece<T>(rows, pages, index, scratch, shares);
+  }
+}
+
+/// The pieces of which all rows see every key, and scores are what they were computed as.
+Pieces whole_pieces(const AttentionRows& rows, const LayerPages& pages, const Pieces& pieces) {
+  if (rows.soft_cap != 0 || pages.values_are_keys) return {pieces.end, pieces.end};
+  const int64_t seen = first_seen(rows.position + rows.num_rows - 1, rows.window);
+  const int64_t begin = std::clamp(num_pieces(seen), pieces.begin, pieces.end);
+  return {begin, std::clamp((rows.position + 1) / kPieceTokens, begin, pieces.end)};
+}
+
+/// Computes the shares of a whole piece.
+template <class T>
+void attend_whole(const AttentionRows& rows, int64_t head_dim, int64_t index, const Piece<T>& piece,
+                  AttentionScratch& scratch, Shares& shares) {
+  const int64_t num_queries = rows.num_queries();
+  const int64_t num_tiles = (num_queries + kMostTileQueries - 1) / kMostTileQueries;
+  for (int64_t tile = 0; tile < num_tiles; ++tile) {
+    const int64_t first = num_queries * tile / num_tiles;
+    const int64_t count = num_queries * (tile + 1) / num_tiles - first;
+    const TileQueries<T> queries = tile_queries<T>(scratch, head_dim, first, count);
+    with_constant<kMostTileQueries>(count, [&](auto constant_q) {
+      attend_whole_tile<decltype(constant_q)::value>(
+          head_dim, piece, queries.q, queries.scales,
+          [&](const float* peak, const float* sum) {
+            shares.take_sums(index, peak, sum, first, count);
+          },
+          [&](int64_t i, int64_t d, Lanes values) { shares.take_values(i, d, values); });
+    });
+  }
+}
+
+/// The same as `attend_many` for few queries, which read keys and values as they are stored.
+template <class T>
+void attend_few(const AttentionRows& rows, const LayerPages& pages, const Pieces& pieces,
+                AttentionScratch& scratch, Shares& shares) {
+  const Pieces whole = whole_pieces(rows, pages, pieces);
+  int64_t index = pages.first_stored(pieces.begin);
+  for (; index < whole.begin; index += pages.num_places) {
+    attend_piece<T>(rows, pages, index, scratch, shares);
+  }
+  if (index < whole.end) {
+    BlockWalk walk(rows, pages, index);
+    uint8_t* blocks[2][kBlocksPerPiece];  // of a piece, and of the next
+    std::generate_n(blocks[0], kBlocksPerPiece, [&] { return walk.next(); });
+    for (int turn = 0; index < whole.end; index += pages.num_places, turn = 1 - turn) {
+      const bool is_last = index + pages.num_places >= whole.end;
+      uint8_t** ahead = blocks[is_last ? turn : 1 - turn];
+      if (!is_last) std::generate_n(ahead, kBlocksPerPiece, [&] { return walk.next(); });
+      Piece<T> piece;
+      find_whole_piece(pages, blocks[turn], ahead, piece);
+      attend_whole(rows, pages.head_dim, index, piece, scratch, shares);
+    }
+  }
+  for (; index < pieces.end; index += pages.num_places) {
+    attend_piece<T>(rows, pages, index, scratch, shares);
+  }
+}
+
+/// Computes the shares of each tile of queries and each piece that is stored here.
+void compute_shares(const AttentionRows& rows, const LayerPages& pages, const Pieces& wanted,
+                    AttentionScratch& scratch, Shares& shares) {
 #if TS_LEVEL == 3
-  if (is_tiled(rows, pages)) return for_tiled_shares(rows, pages, pieces, scratch, take);
+  if (is_tiled(rows, pages)) return for_tiled_shares(rows, pages, wanted, scratch, shares);
 #endif
+  const Pieces pieces{std::max(wanted.begin, rows.piece_begin()),
+                      std::min(wanted.end, rows.piece_end())};
   // Few queries read each key once or twice: converting it first would cost more than it saves.
-  const bool are_many = rows.num_queries() > 2 * kTileQueries;
+  const bool are_many = rows.num_queries() > 2 * kMostTileQueries;
   if (pages.format == CacheFormat::Int16) {
-    if (are_many) return for_shares<Short, false>(rows, pages, pieces, scratch, take);
-    return for_shares<Short, true>(rows, pages, pieces, scratch, take);
+    if (are_many) return attend_many<Short>(rows, pages, pieces, scratch, shares);
+    return attend_few<Short>(rows, pages, pieces, scratch, shares);
   }
   if (are_many || pages.values_are_keys) {
-    return for_shares<float, false>(rows, pages, pieces, scratch, take);
+    return attend_many<float>(rows, pages, pieces, scratch, shares);
   }
   switch (pages.format) {
     case CacheFormat::Half:
-      return for_shares<Half, true>(rows, pages, pieces, scratch, take);
+      return attend_few<Half>(rows, pages, pieces, scratch, shares);
     case CacheFormat::BFloat16:
-      return for_shares<BFloat16, true>(rows, pages, pieces, scratch, take);
+      return attend_few<BFloat16>(rows, pages, pieces, scratch, shares);
     case CacheFormat::Int8:
-      return for_shares<int8_t, true>(rows, pages, pieces, scratch, take);
+      return attend_few<int8_t>(rows, pages, pieces, scratch, shares);
     case CacheFormat::Int16:
       return;
   }
@@ -283,32 +408,16 @@ void attend(const AttentionRows& rows, const LayerPages& pages, const Pieces& pi
   if (pieces.begin >= rows.piece_end() || pieces.end <= rows.piece_begin()) return;
   gather_queries(rows, pages, scratch);
   start_merging(rows, head_dim, pieces, scratch, merged);
-  const auto take = [&](int64_t, const TileShare& share, int64_t first, int64_t count) {
-    merge(share.peak, share.sum, share.out, count, head_dim, scratch.peak.data() + first,
-          scratch.sum.data() + first, scratch.out.data() + first * head_dim);
-  };
-  for_shares(rows, pages, pieces, scratch, take);
+  Shares shares(rows, head_dim, scratch, nullptr);
+  compute_shares(rows, pages, pieces, scratch, shares);
   end_merging(rows, head_dim, pieces, scratch, merged);
 }
 
 void attend_pieces(const AttentionRows& rows, const LayerPages& pages, const Pieces& pieces,
                    AttentionScratch& scratch, const PieceShares& shares) {
-  const int64_t head_dim = pages.head_dim;
-  const int64_t num_queries = shares.num_queries();
   gather_queries(rows, pages, scratch);
-  for_shares(rows, pages, pieces, scratch,
-             [&](int64_t piece, const TileShare& share, int64_t first, int64_t count) {
-               float* out = shares.of_piece(piece, head_dim);
-               float* peak = out + num_queries * head_dim;
-               for (int64_t i = 0; i < count; ++i) {
-                 const int64_t row = shares.first_row + (first + i) / rows.group;
-                 const int64_t head = shares.first_head + (first + i) % rows.group;
-                 const int64_t query = row * shares.num_heads + head;
-                 std::copy_n(share.out + i * head_dim, head_dim, out + query * head_dim);
-                 peak[query] = share.peak[i];
-                 peak[num_queries + query] = share.sum[i];
-               }
-             });
+  Shares stored(rows, pages.head_dim, scratch, &shares);
+  compute_shares(rows, pages, pieces, scratch, stored);
 }
 
 void merge_pieces(const AttentionRows& rows, int64_t head_dim, const Pieces& pieces,

@@ -22,11 +22,15 @@ constexpr int kTileQueries = 2;
 constexpr int kTileVectors = 1;
 #endif
 
+// Of queries that read pages as they are: with more, each key would be read once more.
+constexpr int kMostTileQueries = TS_LEVEL >= 2 ? 8 : kTileQueries;
+
 /// How many sixteens meet a number of queries together, at most kTileVectors. On AVX2, where each
 /// takes two registers of 16, sums have eight to twelve: fewer would wait for each other, and more
-/// would leave none for what they are made of.
+/// would leave none for what they are made of. With seven or eight queries, AVX-512 has registers
+/// for two sixteens.
 constexpr int tile_vectors(int num_queries) {
-  if (TS_LEVEL != 1) return kTileVectors;
+  if (TS_LEVEL != 1) return num_queries <= kTileQueries ? kTileVectors : kTileVectors / 2;
   return num_queries == 1 ? 4 : num_queries <= 3 ? 2 : 1;
 }
 
@@ -123,12 +127,12 @@ void score_tile(const typename Arithmetic<T>::Factor* q, const T* const* blocks,
   }
 }
 
-/// out[query][b] = sum of share[query][token] * value[token][b]; tokens [begin, end) in order.
-/// `begin` is even. Whole numbers are multiplied with `scales[query]` at last.
-template <int Q, int B, bool Fetches, class T>
+/// Calls `put(query, b, sum of share[query][token] * value[token][b])` for tokens [begin, end), in
+/// order. `begin` is even. Whole numbers are multiplied with `scales[query]` at last.
+template <int Q, int B, bool Fetches, class T, class Put>
 void value_tile(const typename Arithmetic<T>::Factor* shares, int64_t share_stride,
                 const float* scales, const T* const* blocks, const T* const* ahead,
-                int64_t head_dim, int64_t begin, int64_t end, float* out) {
+                int64_t head_dim, int64_t begin, int64_t end, Put put) {
   [[maybe_unused]] const bool is_far = fetches_far();
   constexpr int kTogether = Arithmetic<T>::kTogether;
   typename Arithmetic<T>::Sum sums[Q][B];
@@ -149,7 +153,7 @@ void value_tile(const typename Arithmetic<T>::Factor* shares, int64_t share_stri
     TS_UNROLL for (int b = 0; b < B; ++b) {
       Lanes sum = to_lanes(sums[i][b]);
       if constexpr (kTogether > 1) sum = multiply(sum, broadcast(scales[i]));
-      store_lanes(out + i * head_dim + b * kLanes, sum);
+      put(i, b, sum);
     }
   }
 }

@@ -234,10 +234,10 @@ inline void attend_in_tiles(const AttentionRows& rows, int64_t piece_begin, cons
   value_tiles(shares, piece, share.out);
 }
 
-/// Calls `take(piece, share, first, count)` for each tile of queries and each piece stored here.
-template <class Take>
+/// Computes the shares of each tile of queries and each piece stored here.
+template <class Shares>
 void for_tiled_shares(const AttentionRows& rows, const LayerPages& pages, const Pieces& pieces,
-                      AttentionScratch& scratch, Take take) {
+                      AttentionScratch& scratch, Shares& shares) {
   const TileSession session(full_tiles());
   alignas(64) float out[kTogetherQueries * kMostHeadDim];
   const float* means =
@@ -256,7 +256,7 @@ void for_tiled_shares(const AttentionRows& rows, const LayerPages& pages, const 
       TileShare share;
       share.out = out;
       attend_in_tiles(rows, piece.begin, tiled, queries, i, count, share);
-      take(index, share, i, count);
+      shares.take(index, share, i, count);
     }
   }
 }

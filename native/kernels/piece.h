@@ -23,7 +23,7 @@ struct Piece {
   int64_t begin;  // position of its first key
   const T* keys[kBlocksPerPiece];
   const T* values[kBlocksPerPiece];
-  const T* next_keys[kBlocksPerPiece];  // of the next piece, to be fetched meanwhile
+  const T* next_keys[kBlocksPerPiece];  // of a whole piece: what is fetched meanwhile
   const T* next_values[kBlocksPerPiece];
   PieceScales scales;
 };
@@ -106,7 +106,6 @@ Piece<T> find_piece(const AttentionRows& rows, const LayerPages& pages, int64_t 
   piece.begin = index * kPieceTokens;
   piece.scales.are_there = pages.has_scales();
   const Range blocks = seen_blocks(rows, piece.begin);
-  const int64_t end = rows.position + rows.num_rows;
   const int64_t block_values = kBlockTokens * pages.head_dim;
   const auto stored = [](const uint8_t* numbers) { return reinterpret_cast<const T*>(numbers); };
   for (int64_t b = blocks.begin; b < blocks.end; ++b) {
@@ -130,12 +129,8 @@ Piece<T> find_piece(const AttentionRows& rows, const LayerPages& pages, int64_t 
       piece.keys[b] = keys;
       piece.values[b] = values;
     } else {
-      const int64_t next = position + kPieceTokens * pages.num_places;
-      const uint8_t* ahead = next < end ? pages.block(rows.page_table, rows.head, next) : block;
       piece.keys[b] = stored(block);
       piece.values[b] = stored(block + pages.key_bytes());
-      piece.next_keys[b] = stored(ahead);
-      piece.next_values[b] = stored(ahead + pages.key_bytes());
     }
     if constexpr (std::is_same_v<T, Short>) {
       if (pages.values_are_keys) {
@@ -144,7 +139,6 @@ Piece<T> find_piece(const AttentionRows& rows, const LayerPages& pages, int64_t 
         values += kPieceTokens * pages.head_dim + b * block_values;
         values_of_keys(piece.keys[b], pages.head_dim, values);
         piece.values[b] = values;
-        piece.next_values[b] = piece.next_keys[b];
       }
     }
   }

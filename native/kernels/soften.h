@@ -137,27 +137,43 @@ inline void soften_whole(float* scores, float* peak, float* sum) {
   *sum = sum_across(total);
 }
 
-/// Adds a share to what was merged so far; peak minus infinity says that nothing was.
-inline void merge(const float* share_peak, const float* share_sum, const float* share_out,
-                  int64_t count, int64_t head_dim, float* peak, float* sum, float* out) {
+/// How a share of some queries is merged with what was merged before.
+struct MergeFactors {
+  float keep[kLanes];  // of each query: what was merged before is multiplied with it
+  float take[kLanes];  // the share is
+};
+
+/// Merges the peaks and sums of `count` queries; a peak of minus infinity says that nothing was
+/// merged before.
+inline void merge_sums(const float* share_peak, const float* share_sum, int64_t count, float* peak,
+                       float* sum, MergeFactors* factors) {
   const int n = static_cast<int>(count);
   const Lanes before = load_first(peak, n);
   const Lanes piece = load_first(share_peak, n);
   const Lanes both = larger(before, piece);
-  float keep[kLanes];
-  float take[kLanes];
-  const Lanes keep_lanes = exp2(subtract(before, both));
-  const Lanes take_lanes = exp2(subtract(piece, both));
-  store_lanes(keep, keep_lanes);
-  store_lanes(take, take_lanes);
-  const Lanes taken = multiply(load_first(share_sum, n), take_lanes);
-  store_first(sum, multiply_add(load_first(sum, n), keep_lanes, taken), n);
+  const Lanes keep = exp2(subtract(before, both));
+  const Lanes take = exp2(subtract(piece, both));
+  store_lanes(factors->keep, keep);
+  store_lanes(factors->take, take);
+  const Lanes taken = multiply(load_first(share_sum, n), take);
+  store_first(sum, multiply_add(load_first(sum, n), keep, taken), n);
   store_first(peak, both, n);
-  for (int i = 0; i < n; ++i) {
-    for (int64_t d = 0; d < head_dim; d += kLanes) {
-      float* merged = out + i * head_dim + d;
-      const Lanes added = multiply(load_lanes(share_out + i * head_dim + d), broadcast(take[i]));
-      store_lanes(merged, multiply_add(load_lanes(merged), broadcast(keep[i]), added));
+}
+
+/// Merges sixteen values of query `i`.
+inline void merge_values(const MergeFactors& factors, int64_t i, Lanes share, float* merged) {
+  const Lanes added = multiply(share, broadcast(factors.take[i]));
+  store_lanes(merged, multiply_add(load_lanes(merged), broadcast(factors.keep[i]), added));
+}
+
+/// Merges a share with what was merged before.
+inline void merge(const float* share_peak, const float* share_sum, const float* share_out,
+                  int64_t count, int64_t head_dim, float* peak, float* sum, float* out) {
+  MergeFactors factors;
+  merge_sums(share_peak, share_sum, count, peak, sum, &factors);
+  for (int64_t i = 0; i < count; ++i) {
+    for (int64_t d = i * head_dim; d < (i + 1) * head_dim; d += kLanes) {
+      merge_values(factors, i, load_lanes(share_out + d), out + d);
     }
   }
 }

@@ -291,6 +291,18 @@ def test_attention_of_a_row_has_the_same_bits_however_it_is_computed(library, rn
                 )
 
 
+def test_a_row_alone_has_the_bits_of_a_row_among_many_for_every_group(library, rng):
+    for group in (1, 2, 4, 5, 6, 7, 8, 9, 16):
+        for fmt, window in zip(FORMATS, (None, 200, None, 130), strict=True):
+            context = Context(library, rng, 48, 2, group, 80, 400, fmt).see(window)
+            q = floats(rng.normal(size=(40, 2 * group, 80)) * 3)
+            many = context.attend(q, 350)
+            for row in (0, 33, 34, 39):
+                for split in (0, 2):
+                    alone = context.attend(q[row : row + 1], 350 + row, split)
+                    assert np.array_equal(alone[0], many[row])
+
+
 def test_attention_does_not_depend_on_where_its_pages_are(library):
     outputs = []
     for seed, page_size in ((1, 16), (2, 16), (3, 32), (4, 64)):
