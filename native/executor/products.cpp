@@ -23,7 +23,7 @@ RowKind row_kind(Precision precision, bool is_prompt) {
 namespace {
 
 constexpr int64_t kRowTile = 16;               // rows that are prepared together: at most
-constexpr int64_t kSmallTile = 4;              // where there are few rows
+constexpr int64_t kSmallTile = kPanelRows;     // where there are few rows
 constexpr int64_t kPreparedBytes = 512 << 10;  // of a panel: a part of the second-level cache
 constexpr int64_t kMostPanelRows = 256;
 constexpr int64_t kGatedFloats = kGatedBytes / 2 / 4;  // of one product in a thread's scratch

@@ -26,7 +26,7 @@ constexpr int64_t kFewRows = 64;    // up to this many, reading the weights take
 constexpr int64_t kChunksPerThread = 4;
 
 /// Up to this many values, each thread prepares all rows itself: cheaper than a barrier.
-constexpr int64_t kFewValues = 3200;
+constexpr int64_t kFewValues = 8192;
 
 using Clock = std::chrono::steady_clock;
 

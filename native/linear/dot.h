@@ -47,6 +47,9 @@ constexpr int shift_of(int power) { return power <= 1 ? 0 : 1 + shift_of(power /
 
 }  // namespace ts
 
+#if TS_LEVEL >= 1
+#include "linear/quantize_avx2.h"
+#endif
 #if TS_LEVEL >= 2
 #include "linear/dot_avx512.h"
 #elif TS_LEVEL == 1

@@ -20,21 +20,6 @@
 
 namespace ts {
 
-template <int Planes>
-inline void store_planes(const int32_t* q, uint8_t* row) {
-  int8_t planes[Planes][kBlockSize];
-  for (int i = 0; i < kBlockSize; ++i) {
-    if constexpr (Planes == 1) {
-      planes[0][i] = static_cast<int8_t>(q[i]);
-    } else {
-      const int32_t high = (q[i] + 64) >> 7;
-      planes[0][i] = static_cast<int8_t>(high);
-      planes[1][i] = static_cast<int8_t>(q[i] - high * 128);
-    }
-  }
-  std::memcpy(row, planes, sizeof planes);
-}
-
 /// Packed: a sub-block at a time is unpacked.
 template <WeightType T>
 struct Codes {

@@ -15,22 +15,6 @@
 
 namespace ts {
 
-template <int Planes>
-inline void store_planes(const int32_t* q, uint8_t* row) {
-  TS_UNROLL
-  for (int i = 0; i < kBlockSize; i += kGroupSize) {
-    const __m512i values = _mm512_loadu_si512(q + i);
-    if constexpr (Planes == 1) {
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(row + i), _mm512_cvtepi32_epi8(values));
-      continue;
-    }
-    const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(values, _mm512_set1_epi32(64)), 7);
-    const __m512i low = _mm512_sub_epi32(values, _mm512_slli_epi32(high, 7));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(row + i), _mm512_cvtepi32_epi8(high));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(row + kBlockSize + i), _mm512_cvtepi32_epi8(low));
-  }
-}
-
 /// Unsigned bytes in VNNI order.
 template <WeightType T>
 struct Codes {
@@ -130,21 +114,45 @@ TS_INLINE void dot_sub_apart(const Codes<T>& codes, const PanelBlock<2>& block, 
   }
 }
 
-/// The shift makes an offset of 128 of what the sums start from; with one plane it comes first.
+/// One plane: the sums start from the offset's part, which costs one shift.
+template <WeightType T, int R>
+TS_INLINE void dot_sub_coarse(const Codes<T>& codes, const PanelBlock<1>& block, int row, int sub,
+                              Integers sums[R]) {
+  constexpr int offset = block_format(T).offset;
+  const int32_t* minus_sum = minus_sums<T>(block, row, sub);
+  TS_UNROLL
+  for (int r = 0; r < R; ++r) {
+    if constexpr (offset == 0) {
+      sums[r].v = _mm512_setzero_si512();
+    } else if constexpr (T == WeightType::Q4_0) {
+      sums[r].v = _mm512_set1_epi32(block.minus_eight_sum[row + r]);
+    } else {
+      sums[r].v = _mm512_slli_epi32(_mm512_set1_epi32(minus_sum[r]), shift_of(offset));
+    }
+  }
+  dot_plane<T, R, 1>(codes, row_bytes(block, row), sub, sums);
+}
+
+/// The shift makes an offset of 128 of what the sums start from.
 template <WeightType T, int R, int Planes>
 TS_INLINE void dot_sub(const Codes<T>& codes, const PanelBlock<Planes>& block, int row, int sub,
                        Integers sums[R]) {
-  if constexpr (Planes == 2 && R <= 2) return dot_sub_apart<T, R>(codes, block, row, sub, sums);
-  const uint8_t* bytes = row_bytes(block, row);
-  const int32_t* minus_sum = minus_sums<T>(block, row, sub);
-  TS_UNROLL
-  for (int r = 0; r < R; ++r) sums[r].v = high_start<T>(minus_sum + r);
-  if constexpr (Planes == 2) dot_plane<T, R, Planes>(codes, bytes, sub, sums);
-  TS_UNROLL
-  for (int r = 0; r < R; ++r) sums[r].v = _mm512_slli_epi32(sums[r].v, 7);
-  dot_plane<T, R, Planes>(codes, bytes + (Planes - 1) * kBlockSize, sub, sums);
-  TS_UNROLL
-  for (int r = 0; r < R; ++r) sums[r].v = take_back<T>(sums[r].v, block, row + r, sub);
+  if constexpr (Planes == 1) {
+    dot_sub_coarse<T, R>(codes, block, row, sub, sums);
+  } else if constexpr (R <= 2) {
+    dot_sub_apart<T, R>(codes, block, row, sub, sums);
+  } else {
+    const uint8_t* bytes = row_bytes(block, row);
+    const int32_t* minus_sum = minus_sums<T>(block, row, sub);
+    TS_UNROLL
+    for (int r = 0; r < R; ++r) sums[r].v = high_start<T>(minus_sum + r);
+    dot_plane<T, R, 2>(codes, bytes, sub, sums);
+    TS_UNROLL
+    for (int r = 0; r < R; ++r) sums[r].v = _mm512_slli_epi32(sums[r].v, 7);
+    dot_plane<T, R, 2>(codes, bytes + kBlockSize, sub, sums);
+    TS_UNROLL
+    for (int r = 0; r < R; ++r) sums[r].v = take_back<T>(sums[r].v, block, row + r, sub);
+  }
 }
 
 }  // namespace ts

@@ -16,17 +16,6 @@
 
 namespace ts {
 
-inline void store_pairs(const int32_t* q, uint8_t* row) {
-  int16_t values[kBlockSize];
-  for (int quad = 0; quad < kBlockSize; quad += 4) {
-    values[quad] = static_cast<int16_t>(q[quad]);
-    values[quad + 1] = static_cast<int16_t>(q[quad + 2]);
-    values[quad + 2] = static_cast<int16_t>(q[quad + 1]);
-    values[quad + 3] = static_cast<int16_t>(q[quad + 3]);
-  }
-  std::memcpy(row, values, sizeof values);
-}
-
 #if TS_LEVEL == 1
 
 using Pairs = __m256i;
@@ -44,6 +33,17 @@ inline Pairs add(Pairs a, Pairs b) { return _mm256_add_epi32(a, b); }
 inline Pairs multiply_pairs(Pairs a, Pairs b) { return _mm256_madd_epi16(a, b); }
 
 #else
+
+inline void store_pairs(const int32_t* q, uint8_t* row) {
+  int16_t values[kBlockSize];
+  for (int quad = 0; quad < kBlockSize; quad += 4) {
+    values[quad] = static_cast<int16_t>(q[quad]);
+    values[quad + 1] = static_cast<int16_t>(q[quad + 2]);
+    values[quad + 2] = static_cast<int16_t>(q[quad + 1]);
+    values[quad + 3] = static_cast<int16_t>(q[quad + 3]);
+  }
+  std::memcpy(row, values, sizeof values);
+}
 
 using Pairs = __m128i;
 inline Pairs load_pairs(const uint8_t* p) {

@@ -11,10 +11,10 @@
 
 namespace ts {
 
-/// How far ahead of the loads the packed weights are fetched (measured,
-/// docs/development/kernels/avx2.md, avx512.md).
-constexpr int64_t kFarBytes = 12288;
-constexpr int64_t kNearBytes = 2560;
+/// How far ahead of the loads the packed weights are fetched, and whether into the second-level
+/// cache (measured, docs/development/kernels/avx2.md, avx512.md).
+constexpr bool kFetchesFar = TS_LEVEL >= 1;
+constexpr int64_t kAheadBytes = kFetchesFar ? 12288 : 2560;
 
 /// Most rows that a kernel takes.
 template <WeightType T>
@@ -41,13 +41,10 @@ constexpr bool has_kernel() {
 
 /// Prefetches that many bytes of packed weights, which are read a while after those at `p`.
 template <int64_t Bytes>
-inline void fetch_weights(const uint8_t* p, bool is_far) {
-  if (is_far) {
-    TS_UNROLL
-    for (int64_t offset = 0; offset < Bytes; offset += 64) fetch(p + kFarBytes + offset, true);
-  } else {
-    TS_UNROLL
-    for (int64_t offset = 0; offset < Bytes; offset += 64) fetch(p + kNearBytes + offset, false);
+inline void fetch_weights(const uint8_t* p) {
+  TS_UNROLL
+  for (int64_t offset = 0; offset < Bytes; offset += 64) {
+    fetch(p + kAheadBytes + offset, kFetchesFar);
   }
 }
 
@@ -75,7 +72,6 @@ __attribute__((noinline)) void multiply_blocks(const uint8_t* group,
                                                const PanelBlock<Planes>* panel, int row,
                                                int64_t num_blocks, Places place_of, Lanes out[R]) {
   constexpr BlockFormat format = block_format(T);
-  const bool is_far = fetches_far();
   ScaleReader<T> reader;
   Lanes sums[R];
   TS_UNROLL
@@ -83,7 +79,7 @@ __attribute__((noinline)) void multiply_blocks(const uint8_t* group,
   for (int64_t index = 0; index < num_blocks; ++index) {
     const PanelBlock<Planes>& block = panel[index];
     if constexpr (Places::is_every) {
-      fetch_weights<format.block_bytes()>(group + index * format.block_bytes(), is_far);
+      fetch_weights<format.block_bytes()>(group + index * format.block_bytes());
     }
     const int64_t place = place_of(index);
     const Codes<T> codes = load_codes<T>(group + format.quant_offset(place));
@@ -139,7 +135,6 @@ template <WeightType T, int R>
 void multiply_floats(const uint8_t* group, const FloatBlock* panel, int row, int64_t num_lines,
                      Lanes out[R]) {
   constexpr int64_t pair_bytes = 2 * kGroupSize * element_bytes(T);
-  const bool is_far = fetches_far();
   Lanes even_sums[R];
   Lanes odd_sums[R];
   TS_UNROLL
@@ -148,7 +143,7 @@ void multiply_floats(const uint8_t* group, const FloatBlock* panel, int row, int
     for (int64_t i = 0; i < kFloatsPerLine; i += 2) {
       Lanes even;
       Lanes odd;
-      fetch_weights<pair_bytes>(group, is_far);
+      fetch_weights<pair_bytes>(group);
       load_pair<T>(group, &even, &odd);
       group += pair_bytes;
       TS_UNROLL

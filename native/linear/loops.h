@@ -159,9 +159,13 @@ class WideProduct {
       : product_(product), panels_(panels), row_begin_(row_begin), row_end_(row_end) {
     static thread_local Scratch blocks;
     static thread_local Scratch sums;
+    static thread_local Scratch fine;
     const auto block_bytes = static_cast<int64_t>(sizeof(Block));
     blocks_ = reinterpret_cast<Block*>(blocks.reserve(tuning().wide_blocks * block_bytes));
     sums_ = reinterpret_cast<Sums*>(sums.reserve(num_parts() * static_cast<int64_t>(sizeof(Sums))));
+    if (!product.is_mixed) return;
+    const auto fine_bytes = static_cast<int64_t>(sizeof(FineRow));
+    fine_ = reinterpret_cast<FineRow*>(fine.reserve((row_end - row_begin) * fine_bytes));
   }
 
   /// Groups [group, group + G); `more` says that as many follow.
@@ -174,6 +178,7 @@ class WideProduct {
     const int64_t num_chunks = round_up(num_blocks, tuning().wide_blocks) / tuning().wide_blocks;
     const int64_t step =
         round_up(round_up(num_blocks, num_chunks) / num_chunks, kFormat.blocks_per_unit());
+    if (product_.is_mixed) clear_fine();
     for (int64_t begin = 0; begin < num_blocks; begin += step) {
       const int64_t end = std::min(begin + step, num_blocks);
       unpack_wide<T, G>(packed, num_inputs, begin, end, blocks_);
@@ -181,9 +186,10 @@ class WideProduct {
       if (end == num_blocks) next.data = packed + G * size;
       if (end == num_blocks && !more) next.block_bytes = 0;
       add(begin, end, next);
+      if (product_.is_mixed) add_fine(begin, end);
     }
     for (int64_t part = 0; part < num_parts(); ++part) store(group, part);
-    if (product_.is_mixed) add_fine(group);
+    if (product_.is_mixed) store_fine(group);
   }
 
  private:
@@ -193,6 +199,12 @@ class WideProduct {
 
   struct Sums {
     Lanes lanes[kWideRows][G];
+  };
+
+  /// What a row's fine blocks add to the sums.
+  struct FineRow {
+    Lanes sums[1][G];
+    int64_t next;  // of the fine blocks
   };
 
   int64_t num_parts() const { return (row_end_ - row_begin_) / kWideRows; }
@@ -219,11 +231,43 @@ class WideProduct {
     }
   }
 
-  void add_fine(int64_t group) {
-    for (int64_t row = row_begin_; row < row_end_; row += kPanelRows) {
-      const auto count = static_cast<int>(std::min(row_end_ - row, kPanelRows));
+  void clear_fine() {
+    for (int64_t row = 0; row < row_end_ - row_begin_; ++row) {
+      for (Lanes& sum : fine_[row].sums[0]) sum = zero_lanes();
+      fine_[row].next = 0;
+    }
+  }
+
+  /// Goes on with the fine blocks that meet blocks [begin, end) of the weights, which are unpacked.
+  void add_fine([[maybe_unused]] int64_t begin, [[maybe_unused]] int64_t end) {
+    if constexpr (is_mixed_format(T) && TS_LEVEL >= 2) {
+      const int64_t num_blocks = product_.num_blocks();
+      const int64_t num_fine = num_fine_blocks(num_blocks);
+      for (int64_t index = 0; index < row_end_ - row_begin_; ++index) {
+        const int64_t panel = index / kPanelRows;
+        const auto row = static_cast<int>(index % kPanelRows);
+        const auto* low = panels_ + panel * product_.panel_step() + num_blocks;
+        const auto* places = reinterpret_cast<const FinePlaces*>(low + num_fine);
+        FineRow& fine = fine_[index];
+        Lanes sums[1][G];
+        for (int g = 0; g < G; ++g) sums[0][g] = fine.sums[0][g];
+        for (; fine.next < num_fine && places[fine.next][row] < end; ++fine.next) {
+          const Block& block = blocks_[places[fine.next][row] - begin];
+          add_wide_sub<1, Shape::num_subs, Shape::has_minimum, G>(block, low[fine.next], row, 0,
+                                                                  sums);
+        }
+        for (int g = 0; g < G; ++g) fine.sums[0][g] = sums[0][g];
+      }
+    }
+  }
+
+  void store_fine(int64_t group) {
+    for (int64_t row = row_begin_; row < row_end_; ++row) {
+      float* out = product_.out + row * product_.out_stride;
       for (int g = 0; g < G; ++g) {
-        add_fine_blocks<T>(product_, group + g, row / kPanelRows, 0, count);
+        const int64_t first = (group + g) * kGroupSize;
+        store_group(fine_[row - row_begin_].sums[0][g], out + first,
+                    product_.weight.num_outputs - first, true);
       }
     }
   }
@@ -234,6 +278,7 @@ class WideProduct {
   int64_t row_end_;
   Block* blocks_;
   Sums* sums_;
+  FineRow* fine_ = nullptr;  // of mixed products
 };
 
 /// Panels of rows [row_begin, row_end), `row_begin` the first of one: on AVX2 as pairs, on other

@@ -17,6 +17,8 @@ namespace {
 constexpr float kMaxQuant = 16256.0F;  // 127 * 128: the high plane stays within [-127, 127]
 constexpr float kMaxCoarseQuant = 127.0F;
 
+#if TS_LEVEL == 0
+
 /// The largest magnitude of 32 numbers as its bits: as integers, magnitudes keep their order and
 /// NaN comes last.
 int32_t largest_bits(const float* x) {
@@ -26,6 +28,27 @@ int32_t largest_bits(const float* x) {
   }
   return largest;
 }
+
+/// q = x * inverse, rounded to the nearest even integer: below 2^22.
+void round_block(const float* x, float inverse, int32_t* q) {
+  // Adding 1.5 * 2^23 rounds and leaves the integer in the low bits.
+  constexpr float magic = 12582912.0F;
+  alignas(64) float shifted[kBlockSize];
+  for (int i = 0; i < kBlockSize; ++i) shifted[i] = x[i] * inverse + magic;
+  for (int i = 0; i < kBlockSize; ++i) {
+    q[i] = static_cast<int32_t>(bits_from_float(shifted[i])) - 0x4b400000;
+  }
+}
+
+/// The sums of the first 16 of 32 numbers and of the others.
+void sum_halves(const int32_t* q, int32_t sums[2]) {
+  for (int half = 0; half < 2; ++half) {
+    sums[half] = 0;
+    for (int i = 0; i < kGroupSize; ++i) sums[half] += q[half * kGroupSize + i];
+  }
+}
+
+#endif
 
 /// 32 numbers of one row as q * scale. If one of them is not finite, the scale is NaN.
 struct Quantized {
@@ -42,22 +65,13 @@ Quantized quantize(const float* x, int32_t largest, float max_quant) {
   const bool usable = amax >= 0x1p-100f && is_finite;
   const float scale = usable ? amax / max_quant : 0.0F;
   const float inverse = usable ? 1.0F / scale : 0.0F;
-  // Adding 1.5 * 2^23 rounds to the nearest even integer and leaves it in the low bits.
-  constexpr float magic = 12582912.0F;
-  alignas(64) float shifted[kBlockSize];
-  for (int i = 0; i < kBlockSize; ++i) shifted[i] = (usable ? x[i] : 0.0F) * inverse + magic;
-  for (int i = 0; i < kBlockSize; ++i) {
-    result.q[i] = static_cast<int32_t>(bits_from_float(shifted[i])) - 0x4b400000;
+  if (usable) {
+    round_block(x, inverse, result.q);
+  } else {
+    std::fill_n(result.q, kBlockSize, 0);
   }
   result.scale = is_finite ? scale : float_from_bits(0x7fc00000U);
   return result;
-}
-
-/// The sum of 16 numbers.
-int32_t sum_of(const int32_t* q) {
-  int32_t sum = 0;
-  for (int i = 0; i < kGroupSize; ++i) sum += q[i];
-  return sum;
 }
 
 /// Lays a row's numbers into a block as the level's kernels read them.
@@ -69,9 +83,9 @@ void store_block(const Quantized& numbers, PanelBlock<Planes>* block, int64_t ro
     store_planes<Planes>(numbers.q, block->rows[row]);
   }
   block->scale[row] = numbers.scale;
-  const int32_t first = sum_of(numbers.q);
-  const int32_t second = sum_of(numbers.q + kGroupSize);
-  const int32_t sums[3] = {first + second, first, second};
+  int32_t halves[2];
+  sum_halves(numbers.q, halves);
+  const int32_t sums[3] = {halves[0] + halves[1], halves[0], halves[1]};
   for (int part = 0; part < 3; ++part) {
     // Below 2^24: exact in float32.
     block->scaled_sum[part][row] = numbers.scale * static_cast<float>(sums[part]);
@@ -80,15 +94,64 @@ void store_block(const Quantized& numbers, PanelBlock<Planes>* block, int64_t ro
   block->minus_eight_sum[row] = 8 * block->minus_sum[0][row];
 }
 
+/// Rows of activations, `stride` floats apart.
+struct InputRows {
+  const float* x;
+  int64_t stride;
+  int64_t num_inputs;
+
+  const float* row(int64_t index) const { return x + index * stride; }
+  int64_t num_blocks() const { return num_inputs / kBlockSize; }
+};
+
+/// All rows of a panel side by side: its blocks then stay in the cache until they are written.
 template <bool AsPairs, int Planes>
-void prepare_blocks(const float* x, int64_t num_inputs, float max_quant, int64_t row,
-                    void* prepared) {
-  const int64_t num_blocks = num_inputs / kBlockSize;
-  auto* panel = static_cast<PanelBlock<Planes>*>(prepared) + row / kPanelRows * num_blocks;
-  for (int64_t block = 0; block < num_blocks; ++block) {
-    const float* values = x + block * kBlockSize;
-    store_block<AsPairs>(quantize(values, largest_bits(values), max_quant), panel + block,
-                         row % kPanelRows);
+void prepare_panel(const InputRows& input, float max_quant, int64_t first_row,
+                   PanelBlock<Planes>* panel) {
+  for (int64_t block = 0; block < input.num_blocks(); ++block) {
+    const float* values = input.row(first_row) + block * kBlockSize;
+#if TS_LEVEL >= 1
+    if (store_panel<AsPairs>(values, input.stride, max_quant, panel + block)) continue;
+#endif
+    for (int row = 0; row < kPanelRows; ++row, values += input.stride) {
+      store_block<AsPairs>(quantize(values, largest_bits(values), max_quant), panel + block, row);
+    }
+  }
+}
+
+/// One row of a panel.
+template <bool AsPairs, int Planes>
+void prepare_row(const InputRows& input, float max_quant, int64_t row, PanelBlock<Planes>* panel) {
+  const auto at = static_cast<int>(row % kPanelRows);
+  const float* values = input.row(row);
+  for (int64_t block = 0; block < input.num_blocks();) {
+#if TS_LEVEL >= 1
+    if (block + 8 <= input.num_blocks() &&
+        store_eight<AsPairs>(values, max_quant, at, panel + block)) {
+      block += 8;
+      values += 8 * kBlockSize;
+      continue;
+    }
+#endif
+    store_block<AsPairs>(quantize(values, largest_bits(values), max_quant), panel + block, at);
+    ++block;
+    values += kBlockSize;
+  }
+}
+
+/// Rows [row_begin, row_end); panels are `panel_step` blocks apart.
+template <bool AsPairs, int Planes>
+void prepare_blocks(const InputRows& input, float max_quant, int64_t row_begin, int64_t row_end,
+                    int64_t panel_step, void* prepared) {
+  auto* blocks = static_cast<PanelBlock<Planes>*>(prepared);
+  for (int64_t begin = row_begin; begin < row_end;) {
+    PanelBlock<Planes>* panel = blocks + begin / kPanelRows * panel_step;
+    if (begin % kPanelRows == 0 && begin + kPanelRows <= row_end) {
+      prepare_panel<AsPairs>(input, max_quant, begin, panel);
+      begin += kPanelRows;
+    } else {
+      prepare_row<AsPairs>(input, max_quant, begin++, panel);
+    }
   }
 }
 
@@ -110,13 +173,12 @@ int64_t choose_fine(const int32_t* largest, int64_t num_blocks, int32_t* places)
   return count;
 }
 
-/// Coarse blocks, and for the fine ones what rounding took away, as their low planes.
+/// Of one row, what rounding to coarse blocks took away from the fine ones, as their low planes.
 template <bool AsPairs, int Planes>
-void prepare_mixed(const float* x, int64_t num_inputs, int64_t row, void* prepared) {
+void prepare_fine(const float* x, int64_t num_inputs, int64_t row, void* prepared) {
   const int64_t num_blocks = num_inputs / kBlockSize;
-  auto* coarse = static_cast<PanelBlock<Planes>*>(prepared) +
-                 row / kPanelRows * mixed_panel_blocks<Planes>(num_blocks);
-  auto* low = coarse + num_blocks;
+  auto* low = static_cast<PanelBlock<Planes>*>(prepared) +
+              row / kPanelRows * mixed_panel_blocks<Planes>(num_blocks) + num_blocks;
   auto* places = reinterpret_cast<FinePlaces*>(low + num_fine_blocks(num_blocks));
   const int64_t at = row % kPanelRows;
   int32_t largest[kMixedStretch];
@@ -125,48 +187,55 @@ void prepare_mixed(const float* x, int64_t num_inputs, int64_t row, void* prepar
     const int64_t count = std::min(num_blocks - begin, kMixedStretch);
     for (int64_t i = 0; i < count; ++i) largest[i] = largest_bits(x + (begin + i) * kBlockSize);
     const int64_t num_fine = choose_fine(largest, count, fine);
-    int64_t next = 0;
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t block = begin + i;
+    for (int64_t i = 0; i < num_fine; ++i) {
+      const int64_t block = begin + fine[i];
       const float* values = x + block * kBlockSize;
-      const Quantized high = quantize(values, largest[i], kMaxCoarseQuant);
-      store_block<AsPairs>(high, coarse + block, at);
-      if (next == num_fine || fine[next] != i) continue;
-      Quantized rest = quantize(values, largest[i], kMaxQuant);
+      const Quantized high = quantize(values, largest[fine[i]], kMaxCoarseQuant);
+      Quantized rest = quantize(values, largest[fine[i]], kMaxQuant);
       for (int k = 0; k < kBlockSize; ++k) rest.q[k] -= 128 * high.q[k];
       store_block<AsPairs>(rest, low++, at);
       (*places++)[at] = static_cast<int32_t>(block);
-      ++next;
     }
   }
 }
 
+/// Coarse blocks, and what the fine ones lack.
+template <bool AsPairs, int Planes>
+void prepare_mixed(const InputRows& input, int64_t row_begin, int64_t row_end, void* prepared) {
+  prepare_blocks<AsPairs, Planes>(input, kMaxCoarseQuant, row_begin, row_end,
+                                  mixed_panel_blocks<Planes>(input.num_blocks()), prepared);
+  for (int64_t row = row_begin; row < row_end; ++row) {
+    prepare_fine<AsPairs, Planes>(input.row(row), input.num_inputs, row, prepared);
+  }
+}
+
 /// False if the form has other things than quantized blocks.
-bool prepare_quants(Preparation form, const float* x, int64_t num_inputs, int64_t row,
+bool prepare_quants(Preparation form, const InputRows& input, int64_t row_begin, int64_t row_end,
                     void* prepared) {
   const bool is_coarse = form == Preparation::CoarseBlocks || form == Preparation::CoarsePairs;
   const float max_quant = is_coarse ? kMaxCoarseQuant : kMaxQuant;
+  const int64_t num_blocks = input.num_blocks();
   if constexpr (kHasPlanes) {
     if (form == Preparation::Blocks) {
-      prepare_blocks<false, 2>(x, num_inputs, max_quant, row, prepared);
+      prepare_blocks<false, 2>(input, max_quant, row_begin, row_end, num_blocks, prepared);
       return true;
     }
     if (form == Preparation::CoarseBlocks) {
-      prepare_blocks<false, 1>(x, num_inputs, max_quant, row, prepared);
+      prepare_blocks<false, 1>(input, max_quant, row_begin, row_end, num_blocks, prepared);
       return true;
     }
     if (form == Preparation::MixedBlocks) {
-      prepare_mixed<false, 1>(x, num_inputs, row, prepared);
+      prepare_mixed<false, 1>(input, row_begin, row_end, prepared);
       return true;
     }
   }
   if constexpr (kHasPairs) {
     if (form == Preparation::Pairs || form == Preparation::CoarsePairs) {
-      prepare_blocks<true, 2>(x, num_inputs, max_quant, row, prepared);
+      prepare_blocks<true, 2>(input, max_quant, row_begin, row_end, num_blocks, prepared);
       return true;
     }
     if (form == Preparation::MixedPairs) {
-      prepare_mixed<true, 2>(x, num_inputs, row, prepared);
+      prepare_mixed<true, 2>(input, row_begin, row_end, prepared);
       return true;
     }
   }
@@ -256,15 +325,15 @@ int64_t prepared_bytes(WeightType type, RowKind kind, int64_t num_inputs, int64_
 void prepare_rows(WeightType type, RowKind kind, const float* x, int64_t x_stride,
                   int64_t num_inputs, int64_t row_begin, int64_t row_end, void* prepared) {
   const Preparation form = preparation(type, kind);
+  const InputRows input = {x, x_stride, num_inputs};
+  if (prepare_quants(form, input, row_begin, row_end, prepared)) return;
   for (int64_t row = row_begin; row < row_end; ++row) {
-    const float* values = x + row * x_stride;
-    if (prepare_quants(form, values, num_inputs, row, prepared)) continue;
     if (form == Preparation::Floats) {
-      prepare_floats(values, num_inputs, row, prepared);
+      prepare_floats(input.row(row), num_inputs, row, prepared);
       continue;
     }
 #if TS_LEVEL == 3
-    prepare_tiles(values, num_inputs, row, form == Preparation::SplitTiles, prepared);
+    prepare_tiles(input.row(row), num_inputs, row, form == Preparation::SplitTiles, prepared);
 #endif
   }
 }

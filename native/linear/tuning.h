@@ -11,7 +11,7 @@ struct Tuning {
   /// each group is free, and only what takes long to unpack is unpacked once for many rows
   /// (docs/development/kernels/avx512.md).
   bool has_half_ports;
-  /// Memory is fetched far ahead, into the second-level cache; else near, into the first.
+  /// Keys and values are fetched far ahead, into the second-level cache; else near, into the first.
   bool fetches_far;
   int64_t wide_blocks;       // that are unpacked at a time: they stay in the first-level cache
   int64_t cached_row_bytes;  // prepared rows that stay in the second-level cache meanwhile
@@ -26,9 +26,9 @@ inline const Tuning& tuning() { return current_tuning; }
 /// products run.
 void assume_half_ports(bool has_half_ports);
 
-/// Whether memory is fetched into the second-level cache: on AVX2 always
-/// (docs/development/kernels/avx2.md), on AMX never, as on other processors of its maker, on
-/// AVX-512 where the processor is faster with it.
+/// Whether keys and values are fetched into the second-level cache: on AVX2 always, on AMX never,
+/// as on other processors of its maker, on AVX-512 where the processor is faster with it. Weights
+/// are on all these levels (linear/kernels.h).
 inline bool fetches_far() {
   if (TS_LEVEL == 2) return tuning().fetches_far;
   return TS_LEVEL == 1;

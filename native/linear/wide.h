@@ -13,7 +13,8 @@
 #include "linear/tuning.h"
 #if TS_LEVEL == 3
 #include "linear/wide_tiles.h"
-#elif TS_LEVEL == 2
+#endif
+#if TS_LEVEL >= 2
 #include "linear/wide_vnni.h"
 #else
 #include "linear/wide_pairs.h"
@@ -77,7 +78,7 @@ void multiply_wide(const WideBlock<NumSubs, G>* blocks, const PanelBlock<Planes>
     next.fetch<G>(index);
     TS_UNROLL
     for (int sub = 0; sub < NumSubs; ++sub) {
-      add_wide_sub<NumSubs, HasMinimum, G>(blocks[index], panel[index], row, sub, sums);
+      add_wide_sub<kWideRows, NumSubs, HasMinimum, G>(blocks[index], panel[index], row, sub, sums);
     }
   }
   TS_UNROLL

@@ -69,10 +69,10 @@ TS_INLINE void dot_wide(const WideBlock<NumSubs, 1>& block, const uint8_t* bytes
 }
 
 /// Adds one sub-block's part to the sums of four rows.
-template <int NumSubs, bool HasMinimum, int G>
+template <int R, int NumSubs, bool HasMinimum, int G>
 TS_INLINE void add_wide_sub(const WideBlock<NumSubs, G>& block, const PanelBlock<2>& panel, int row,
-                            int sub, Lanes sums[kWideRows][G]) {
-  static_assert(G == 1);
+                            int sub, Lanes sums[R][G]) {
+  static_assert(R == kWideRows && G == 1);
   Integers dots[kWideRows];
   dot_wide<NumSubs>(block, row_bytes(panel, row), sub, dots);
   const float* scaled_sum = panel.scaled_sum[sum_index(NumSubs, sub)] + row;
