@@ -10,8 +10,10 @@ import pytest
 
 from support import family_templates
 from support.family_templates import say, talker
+from twostroke.core.json_io import encode_json
 from twostroke.server.generation.response_store import ResponseStore, Tenant
 from twostroke.server.options import ServeOptions
+from twostroke.server.protocols.common.tools import decode_arguments
 from twostroke.server.protocols.ollama.request import (
     OllamaGenerateRequest,
     OllamaOptions,
@@ -126,6 +128,12 @@ def test_a_number_too_large_for_a_float_is_sent_as_it_was_written(server: LiveSe
     fields = {"tools": [{"name": "f", "input_schema": function["parameters"]}], "max_tokens": 100}
     response = server.http.post("/v1/messages", json={"messages": HELLO, **fields})
     assert '"input":{"a":1e999}' in response.text
+
+
+def test_arguments_with_line_breaks_are_one_line() -> None:
+    text = '{"a": {\n  "b": 1e999,\r\n "c": "d  e"}, "f": [1,\n2]}'
+    arguments = encode_json(decode_arguments(text))
+    assert arguments == b'{"a":{"b":1e999,"c":"d  e"},"f":[1,2]}'
 
 
 def test_a_call_that_is_cut_is_not_shown(server: LiveServer) -> None:

@@ -15,6 +15,7 @@ from twostroke.server.generation.events import SchemaMiss
 from twostroke.server.http.error_forms import ANTHROPIC
 from twostroke.server.http.responses import named_sse
 from twostroke.server.protocols.common.fields import OPAQUE_REASONING, encode_opaque_text
+from twostroke.server.protocols.common.tools import decode_arguments
 from twostroke.server.protocols.common.usage import TimingsBody, timings_body
 
 if TYPE_CHECKING:
@@ -288,8 +289,7 @@ def _complete_block(block: events.ContentBlock) -> BlockBody | None:
             body.signature = _signature(text, is_omitted=False)
         case ToolUseBody():
             try:
-                # Arguments are sent as they were written: a number may be too large for a float.
-                body.input = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+                body.input = decode_arguments(text)
             except msgspec.DecodeError:
                 return None
     return body

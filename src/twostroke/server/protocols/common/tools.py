@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, TypeVar
 
+import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
@@ -385,3 +386,14 @@ def _function_for_template(function: FunctionBody) -> dict[str, Any]:
     values = {name: getattr(function, name) for name in ("name", "description", "parameters")}
     present_values = {name: value for name, value in values.items() if value is not None}
     return {"type": "function", "function": present_values}
+
+
+def decode_arguments(text: str) -> dict[str, msgspec.Raw]:
+    """Return the arguments of a call with their values as they were written, on one line.
+
+    A number may be too large for a float. A line break between values would end a JSON line.
+
+    Raises:
+        msgspec.DecodeError: the text is not a JSON object: for example, the call was cut off.
+    """
+    return msgspec.json.decode(msgspec.json.format(text, indent=-1), type=dict[str, msgspec.Raw])

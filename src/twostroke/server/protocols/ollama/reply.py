@@ -16,6 +16,7 @@ from twostroke.server.generation.events import SchemaMiss
 from twostroke.server.generation.job import Conversation
 from twostroke.server.http.error_forms import OLLAMA
 from twostroke.server.protocols.common.logprobs import TokenLogprob, chat_logprobs
+from twostroke.server.protocols.common.tools import decode_arguments
 from twostroke.server.protocols.ollama.request import keep_alive_s
 
 if TYPE_CHECKING:
@@ -239,13 +240,12 @@ def _content(kind: events.BlockKind, text: str) -> dict[str, Any]:
 def _complete_content(block: events.ContentBlock) -> dict[str, Any]:
     """Return a complete content block as keyword arguments for a line.
 
-    Arguments of calls are sent as they were written, since a number may be too large for a float.
     The result is empty for a tool call whose JSON was cut off.
     """
     if block.kind is not events.BlockKind.CALL:
         return _content(block.kind, block.text)
     try:
-        arguments = msgspec.json.decode(block.text, type=dict[str, msgspec.Raw])
+        arguments = decode_arguments(block.text)
     except msgspec.DecodeError:
         return {}
     called = CalledBody(block.call_index, block.name, arguments)
