@@ -54,6 +54,9 @@ def test_loads_are_described(cli, server, tmp_path):
     path.write_text("at_s,input_tokens,output_tokens\n" + "0,40,5\n0.1,60,5\n" * 5)
     dataset = tmp_path / "prompts.jsonl"
     dataset.write_text('{"prompt": "What?", "max_tokens": 3}\n' * 4)
+    refused = cli("bench", server.url, "--trace", str(path), "--clients", "2", "--speed", "3")
+    assert refused.code == 2
+    assert "--speed has no effect with --clients" in refused.err
     for arguments, words in (
         (("--trace", str(path)), "trace.csv (open loop): 10 requests, 90 per second"),
         (("--trace", str(path), "--clients", "2"), "lengths of trace.csv, 2 clients (closed loop)"),
@@ -94,6 +97,7 @@ def test_runs_are_compared(cli, server, tmp_path):
         (("--trace", "FILE", "--prompt", "5"), "--prompt has no effect with --trace"),
         (("--clients", "1", "--dataset", "FILE", "--spread", "1"), "--spread has no effect with"),
         (("--clients", "1", "--dataset", "FILE"), "prompts.jsonl, line 2: it must have either"),
+        (("--clients", "1", "--dataset", "FILE", "--scale", "2"), "--scale has no effect with"),
         (("--clients", "1", "--record", "/nowhere/a.json"), "--record is in a folder that does"),
     ],
 )
@@ -121,6 +125,16 @@ def test_endpoints_that_cannot_be_measured_are_sentences(cli, server, tmp_path):
     assert "refuses the key (HTTP 401): give one by --api-key-file" in ran.err
     key.write_text("right\n")
     assert cli("bench", server.url, *SMALL, "--api-key-file", str(key)).out
+    server.behavior.key = None
+    ran = cli("bench", f"{server.url}/v1/chat/completions", *SMALL)
+    assert f"{server.url}/v1/chat/completions has no /v1/chat/completions: give the URL" in ran.err
+
+
+def test_one_request_of_each_client_has_rates(cli, server):
+    small = ("--clients", "2", "--requests", "2", "--prompt", "40", "--output", "60")
+    run = json.loads(cli("bench", server.url, *small, "--json").out)["report"]["run"]
+    assert run["requests_per_s"] == pytest.approx(2 / run["duration_s"], rel=0.2)
+    assert 1 < run["concurrency"] <= 2
 
 
 @pytest.mark.parametrize(

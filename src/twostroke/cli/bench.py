@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from twostroke.cli.help import Command, JsonObjectParam, TextFileParam, WordParam, option
-from twostroke.cli.options import check_effect, check_folder
+from twostroke.cli.options import check_effect, check_folder, is_given_by_user
 from twostroke.cli.planning import BoundedNumberParam, objective_options
 from twostroke.cli.terminal import on_interrupt, printable, show_table
 from twostroke.core import env
@@ -137,9 +137,11 @@ def command(
     benchmark = Benchmark(url, form, key=key, timeout_s=timeout_s)
     request_short_time_slices()
     line = _ProgressLine(load)
-    with on_interrupt(benchmark.stop):
-        result = asyncio.run(benchmark.run(load, objectives, line.show))
-    line.clear()
+    try:
+        with on_interrupt(benchmark.stop):
+            result = asyncio.run(benchmark.run(load, objectives, line.show))
+    finally:
+        line.clear()
     if record is not None:
         write_record(record, result.record)
     if csv_path is not None:
@@ -249,6 +251,9 @@ def _load(values: dict[str, Any]) -> BenchLoad:
         is_limit = name == "output" and trace is None
         if values[source] is not None and values[name] is not None and not is_limit:
             raise UsageError(f"has no effect with --{source}, which has its own.", field=name)
+    if path is not None and is_given_by_user("scale"):
+        reason = "has no effect with --dataset, whose prompts are sent as they are."
+        raise UsageError(reason, field="scale")
     prompts = read_dataset(path, values["requests"]) if path is not None else ()
     workload = _workload(values, len(prompts) or values["requests"])
     if prompts:
@@ -273,6 +278,9 @@ def _workload(values: dict[str, Any], count: int | None) -> Workload:
         workload = read_trace(values["trace"]).first(count).changed(**changes)
         if clients is None:
             return workload
+        if is_given_by_user("speed"):
+            reason = "has no effect with --clients: a closed loop has no arrival times."
+            raise UsageError(reason, field="speed")
         return workload.named(f"lengths of {workload.name}, {counted_noun(clients, 'client')}")
     if count is None and duration_s is not None:
         # More requests than a random schedule has in this time; a client may need more.

@@ -7,6 +7,7 @@ import random
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from support.bench_answers import make_answer
 from twostroke.core.errors import UsageError
@@ -137,8 +138,12 @@ def test_a_file_that_is_no_record_is_refused(tmp_path):
 
 def test_csv_has_a_line_for_each_request(tmp_path):
     path = tmp_path / "run.csv"
-    write_csv(path, [make_answer(0, 1.0), make_answer(1, 2.0, failure="timeout")])
+    failed = make_answer(1, 2.0, failure="timeout")
+    no_tokens = replace(failed.log.timings, first_token_s=0.0, last_token_s=0.0)
+    failed = replace(failed, log=replace(failed.log, timings=no_tokens))
+    write_csv(path, [make_answer(0, 1.0), failed])
     rows = list(csv.DictReader(path.read_text().splitlines()))
+    assert [row["first_token_s"] for row in rows] == ["1.1", ""]
     assert [row["ttft_ms"] for row in rows] == ["100.0", ""]
     assert [row["failure"] for row in rows] == ["", "timeout"]
 

@@ -68,6 +68,15 @@ def test_rates_leave_out_the_ramp_and_the_drain():
     assert not report.is_growing
 
 
+def test_rates_of_requests_that_arrive_at_once_are_of_the_whole_run():
+    for gap_s in (0.0, 20e-6):  # clients of a closed loop begin some microseconds apart
+        logs = [log(1.0 + n * gap_s, 1.5, 3.0, num_output=19) for n in range(4)]
+        report = make_report(logs, Objectives())
+        assert report.requests_per_s == pytest.approx(2.0, rel=0.01)
+        assert report.output_per_s == pytest.approx(38.0, rel=0.01)
+        assert report.concurrency == pytest.approx(4.0, rel=0.01)
+
+
 def test_a_load_that_is_too_much_is_seen():
     # Ten a second arrive, one a second ends.
     logs = [log(1 + n / 10, 1 + n, 2.0 + n, num_output=1) for n in range(1000)]

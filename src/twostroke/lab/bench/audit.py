@@ -292,7 +292,10 @@ def _contradiction(answer: MeasuredAnswer, facts: RunFacts) -> str:
     if limit and count > limit:
         return f"{reported} with a limit of {limit}"
     if limit and answer.finish_reason == "length" and count < limit:
-        return f"{reported} for an answer that ended at its limit of {limit}"
+        return (
+            f"{reported} for an answer that ended at its limit of {limit} (or the model's context "
+            "was full: shorten --prompt or --output)"
+        )
     if num_chunks > 1.05 * count + 1:
         return f"{reported} in {counted_noun(num_chunks, 'chunk')}"
     num_tokenized = facts.tokenized.get(answer.number)

@@ -167,15 +167,18 @@ async def _accepted_form(
 async def _missing(client: EndpointClient, form: RequestForm, answer: MeasuredAnswer) -> str:
     """Return the sentence about an endpoint that has no such path, or no such model."""
     url = client.address.url
-    reply = await client.get("/v1/models")
     try:
+        reply = await client.get("/v1/models")
         names = [str(row["id"]) for row in msgspec.json.decode(reply.body)["data"]]
-    except (msgspec.MsgspecError, KeyError, TypeError):
+    except (ExchangeError, msgspec.MsgspecError, KeyError, TypeError):
         names = []
     if form.model and form.model not in names and names:
         hint = nearest(form.model, names)
         return f"{url} has no model '{form.model}', but {first_names(names)}.{hint}"
-    return f"{url} has no {form.path}, or not the model '{form.model}': {answer.message}."
+    message = answer.message if answer.message[-1:] in {*".?!"} else f"{answer.message}."
+    if not form.model:
+        return f"{url} has no {form.path}: give the URL of the server alone. It says: {message}"
+    return f"{url} has no {form.path}, or not the model '{form.model}'. It says: {message}"
 
 
 async def _send(client: EndpointClient, form: RequestForm, text: str) -> MeasuredAnswer:

@@ -119,7 +119,7 @@ def _csv_row(answer: MeasuredAnswer) -> list[object]:
     ]
     return [
         answer.number,
-        *(round(at_s, 6) for at_s in times_s),
+        *("" if not at_s and answer.failure else round(at_s, 6) for at_s in times_s),
         log.num_prompt,
         log.num_output,
         log.num_cached,

@@ -22,6 +22,10 @@ _WARM_UP_SHARE: Final = 0.1  # of the time in which requests arrive; rates leave
 # the window, and if less than this share of arriving requests ends.
 _MIN_GROWTH_RATIO: Final = 2.0
 _MIN_ENDED_SHARE: Final = 0.9
+# Requests arrive at once if they arrive in less than this time and this share of the run: the first
+# requests of the clients of a closed loop, for example, are some microseconds apart.
+_MAX_BURST_S: Final = 0.01
+_MAX_BURST_SHARE: Final = 0.01
 _MIN_ARRIVALS: Final = 20  # fewer arrivals are not enough to detect growth
 MIN_P99_SAMPLES: Final = 500
 
@@ -182,15 +186,15 @@ def steady_window(logs: Sequence[RequestLog]) -> tuple[float, float]:
     """Return the begin and the end of the time in which rates are counted.
 
     The ramp, one tenth of the time in which requests arrive, and the drain after the last arrival
-    are left out. If all requests arrive at the same time, the window ends with the last answer.
+    are left out. If all requests arrive at once, the window ends with the last answer.
     """
     first_s = min(log.timings.arrival_s for log in logs)
     last_s = max(log.timings.arrival_s for log in logs)
-    begin_s = first_s + _WARM_UP_SHARE * (last_s - first_s)
-    if last_s > begin_s:
-        return begin_s, last_s
     ends_s = [log.timings.last_token_s for log in logs if log.outcome == COMPLETED]
-    return begin_s, max([last_s, *ends_s])
+    ended_s = max([last_s, *ends_s])
+    if last_s - first_s <= min(_MAX_BURST_S, _MAX_BURST_SHARE * (ended_s - first_s)):
+        return last_s, ended_s
+    return first_s + _WARM_UP_SHARE * (last_s - first_s), last_s
 
 
 def latency_rows(report: RunReport) -> list[tuple[str, ...]]:
@@ -213,10 +217,10 @@ def describe_rates(report: RunReport, *, is_open: bool = True) -> str:
         rate += f" of {report.offered_per_s:.3g} that arrive"
     if not report.requests_per_s:
         completed, duration_s = report.num_completed, report.duration_s
+        arrivals = f" ({report.offered_per_s:.3g} per second)" if is_open else ""
         rate = (
-            f"No request ends while others arrive ({report.offered_per_s:.3g} per second); all of "
-            f"them take {duration_s:.3g} s, {completed / duration_s:.3g} requests/s. While they "
-            "arrive"
+            f"No request ends while others arrive{arrivals}; all of them take {duration_s:.3g} s, "
+            f"{completed / duration_s:.3g} requests/s. While they arrive"
         )
     return (
         f"{rate}, {report.output_per_s:,.0f} output and {report.input_per_s:,.0f} input tokens/s; "
