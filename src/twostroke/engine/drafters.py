@@ -267,7 +267,8 @@ class DraftHeads(Frozen):
             options.compute,
             backend,
             hardware,
-            name=f"The heads in {self.loaded.path}",
+            name=f"The draft heads of {self.loaded.path}",
+            remedy="train heads with a smaller --window",
         )
         rate = AcceptanceRate(facts.right_if_sure, facts.accepted[0])
         if not is_eagle:
@@ -324,11 +325,12 @@ def create_heads_runner(
     hardware: Hardware | None,
     *,
     name: str,
+    remedy: str,
 ) -> tuple[Backend, StepTimeModel]:
     """Read the weights of draft heads into a backend, which shares the threads of `target`.
 
-    `model` has the Program and the weights of the heads; `name` is their name in errors. Also
-    returns a model of the time of the backend's steps.
+    `model` has the Program and the weights of the heads; `name` is their name in errors, and
+    `remedy` tells how to need less memory. Also returns a model of the time of the backend's steps.
 
     Raises:
         MemoryLimitError: the pages do not fit into memory with the target's.
@@ -343,9 +345,10 @@ def create_heads_runner(
     free_bytes -= unused_bytes(compute, target)
     if cache_bytes > free_bytes:
         raise MemoryLimitError(
-            f"{name} need {cache_bytes / 1e6:,.0f} MB for keys and values of "
-            f"{counted_noun(size.num_requests, 'request')}, and {free_bytes / 1e6:,.0f} MB of "
-            "memory are free: lower --max-running, or train heads with a smaller --window."
+            f"{name} cannot be used: keys and values of "
+            f"{counted_noun(size.num_requests, 'request')} take {cache_bytes / 1e6:,.0f} MB, and "
+            f"{max(0, free_bytes) / 1e6:,.0f} MB of memory are free. Lower --max-running, or "
+            f"{remedy}."
         )
     runner = create_backend(
         tensors,

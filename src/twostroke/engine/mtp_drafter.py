@@ -123,6 +123,7 @@ class MtpLayer(Frozen):
                 backend,
                 hardware,
                 name=f"The MTP layer of {self.target.name}",
+                remedy="choose another method for --speculate",
             )
         except TwostrokeError as error:
             if not self.is_optional:
@@ -158,6 +159,7 @@ class MtpLayer(Frozen):
             target_norm=_last_norm(build_program(self.target.spec), self.target.tensors),
             own_norm=_last_norm(self.program, self.tensors) if is_normed else None,
             num_prompt_states=_NUM_PROMPT_STATES,
+            max_requests=_MAX_REQUESTS,
         )
 
 

@@ -376,9 +376,12 @@ def test_a_full_disk_leaves_no_file(model, tmp_path, expected, monkeypatch, capl
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_read_only_cache_folder_is_no_error(model, tmp_path, expected):
+def test_a_read_only_cache_folder_is_named_and_no_error(model, tmp_path, expected, caplog):
     (tmp_path / "cache").write_text("a file where the folder should be")
-    assert np.array_equal(start(model, tmp_path / "cache"), expected)
+    with caplog.at_level(logging.WARNING, logger="twostroke.engine"):
+        assert np.array_equal(start(model, tmp_path / "cache"), expected)
+    assert str(tmp_path / "cache") in caplog.text
+    assert "--packed-cache off" in caplog.text
 
 
 def test_parts_of_ended_processes_are_deleted_and_parts_of_others_stay(model, tmp_path):

@@ -27,6 +27,7 @@ from twostroke.core.options import (
 from twostroke.core.request import Request
 from twostroke.core.step import Slice, StepPlan
 from twostroke.engine import drafters, mtp_drafter
+from twostroke.engine.speculation.heads import MAX_WAITING_STATES
 from twostroke.model.families import build_program
 from twostroke.model.families.mtp import mtp_program, mtp_spec
 from twostroke.model.quant import FORMATS, QuantTensor
@@ -155,6 +156,43 @@ def test_preempted_requests_get_drafts_again(tmp_path: Path) -> None:
         assert llm.engine.client.loop.snapshot().scheduler.num_preemptions > 0
 
 
+def test_few_hidden_states_wait_for_the_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those at the end of two texts, also of texts that are computed again, else very few."""
+    monkeypatch.setattr(mtp_drafter, "_NUM_PROMPT_STATES", 40)
+    monkeypatch.setattr(mtp_drafter, "_MAX_REQUESTS", 2)
+    path = write_mtp_gguf(tmp_path / "m.gguf", "glm4")
+    seen: list[tuple[bool, int]] = []  # is computed again, number of states
+    num_large: list[int] = []
+    with engine_of(
+        path, cache=CacheOptions(100_000, context_length=224), method="mtp", count=2
+    ) as llm:
+        (mtp,) = llm.engine.client.loop.speculator._proposers
+        see = mtp.see
+
+        def noting(plan: StepPlan, result: Any) -> None:
+            see(plan, result)
+            sequences = mtp._draft_sequences
+            num_large.append(
+                sum(len(part.states) > MAX_WAITING_STATES for part in sequences.values())
+            )
+            for slice_ in plan.slices:
+                if slice_.count > 1 and slice_.request in sequences:
+                    sequence = sequences[slice_.request]
+                    seen.append((slice_.request.num_output > 1, len(sequence.states)))
+
+        monkeypatch.setattr(mtp, "see", noting)
+        params = SamplingParams(max_tokens=60, ignore_eos=True, seed=5, n=3)
+        llm.generate(LONG_PROMPTS * 2, params)
+        assert llm.engine.client.loop.speculator._proposers
+        assert llm.engine.client.loop.snapshot().scheduler.num_preemptions > 0
+    assert max(num_large) == 2
+    assert max(num_states for _, num_states in seen) == 40
+    assert (True, 40) in seen
+    assert (False, 1) in seen
+
+
 def test_more_requests_than_have_pages_in_the_layer(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,7 +284,9 @@ def test_a_layer_without_memory_is_refused_by_name_and_left_out_by_auto(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drafters, "memory_free", lambda *_: 0)
-    with pytest.raises(MemoryLimitError, match=r"The MTP layer of qwen need"):
+    with pytest.raises(
+        MemoryLimitError, match=r"The MTP layer of qwen cannot be used: keys.*method"
+    ):
         engine_of(path, method="mtp")
     with engine_of(path, method="auto") as llm:
         assert "mtp" not in llm.engine.client.loop.speculator.methods

@@ -309,9 +309,15 @@ class PackedWriter:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if self._write_file() and not self._is_cancelled.is_set():
                 self._map()
-        except (OSError, TwostrokeError) as error:
-            reason = getattr(error, "strerror", None) or error
-            _logger.warning("The packed weights are not kept for the next start: %s.", reason)
+        except TwostrokeError as error:
+            _logger.warning("The packed weights are not kept for the next start: %s.", error)
+        except OSError as error:
+            _logger.warning(
+                "The packed weights are not kept for the next start: %s: %s "
+                "(--packed-cache off: no file is written).",
+                self._path.parent,
+                error.strerror or error,
+            )
         except RuntimeError:  # of threads that cannot start, as the process ends without `close`
             if threading.main_thread().is_alive():
                 raise

@@ -58,12 +58,14 @@ class EagleSequence(DraftSequence):
         states: the hidden states of tokens that are not computed yet.
         own_norm: normalizes the head's own hidden states before the head reads them; None: they
             are read as they are.
+        max_waiting: the largest number of `states`; after more, the sequence starts again.
     """
 
     base: int = 0
     text: list[int] = field(default_factory=list)
     states: list[State] = field(default_factory=list)
     own_norm: HiddenNorm | None = None
+    max_waiting: int = MAX_WAITING_STATES
 
     @property
     def newest(self) -> int:
@@ -110,12 +112,15 @@ class HeadKind(Frozen):
         own_norm: as `target_norm`, for the head's own hidden states.
         num_prompt_states: how many rows at the end of a prompt the head computes, if the target
             reports their hidden states.
+        max_requests: prompts that come while this number of other requests have sequences are not
+            computed, since their hidden states would take much memory.
     """
 
     name: str = "eagle"
     target_norm: HiddenNorm | None = None
     own_norm: HiddenNorm | None = None
     num_prompt_states: int = 0
+    max_requests: int = 0
 
 
 class EagleHeads(ModelProposer[EagleSequence]):
@@ -170,16 +175,20 @@ class EagleHeads(ModelProposer[EagleSequence]):
     def _see_prompts(self, plan: StepPlan, row_states: State) -> None:
         """Take the hidden states of rows near the end of prompts, whose next tokens are known.
 
-        `row_states` has the states of all rows of the step.
+        `row_states` has the states of all rows of the step. The text of a preempted request is
+        computed again, and counts as its prompt.
         """
-        first_row = 0
+        first_row, num_states = 0, self._kind.num_prompt_states
         for slice_ in plan.slices:
             request, start = slice_.request, slice_.start
             end = start + slice_.count - slice_.samples
-            first = max(start, request.num_prompt - self._kind.num_prompt_states)
-            if first < end < len(request.tokens) and self._may_draft(request):
+            first = max(start, len(request.tokens) - 1 - num_states)
+            num_others = len(self._draft_sequences) - (request in self._draft_sequences)
+            may_begin = self._may_draft(request) and num_others < self._kind.max_requests
+            if first < end < len(request.tokens) and may_begin:
                 rows = slice(first_row + first - start, first_row + end - start)
-                self._keep(request, first, row_states[rows].copy())
+                states = row_states[rows].copy()
+                self._keep(request, first, states, max_waiting=MAX_WAITING_STATES + num_states)
             first_row += slice_.num_rows
 
     def _may_draft(self, request: Request) -> bool:
@@ -201,29 +210,37 @@ class EagleHeads(ModelProposer[EagleSequence]):
             for draft_sequence in draft_sequences
         ]
 
-    def _keep(self, request: Request, position: int, states: State) -> None:
+    def _keep(
+        self,
+        request: Request,
+        position: int,
+        states: State,
+        max_waiting: int = MAX_WAITING_STATES,
+    ) -> None:
         """Add hidden states, and the tokens that the target sampled from them, to a draft sequence.
 
-        The first state is at `position` of the request.
+        The first state is at `position` of the request. `max_waiting` is for a sequence that begins
+        here.
         """
         if self._kind.target_norm is not None:
             states = self._kind.target_norm(states)
         draft_sequence = self._draft_sequences.get(request)
-        max_waiting = MAX_WAITING_STATES + self._kind.num_prompt_states
         if (
             draft_sequence is None
             or draft_sequence.newest != position
             or draft_sequence.sequence.is_finished
         ):
-            draft_sequence = self._begin(request, position)
-        elif len(draft_sequence.states) + len(states) > max_waiting:
+            draft_sequence = self._begin(request, position, max_waiting)
+        elif len(draft_sequence.states) + len(states) > draft_sequence.max_waiting:
             position += len(states) - 1
             states = states[-1:]
             draft_sequence = self._begin(request, position)
         draft_sequence.text += request.tokens[position + 1 : position + 1 + len(states)]
         draft_sequence.states += list(states)
 
-    def _begin(self, request: Request, position: int) -> EagleSequence:
+    def _begin(
+        self, request: Request, position: int, max_waiting: int = MAX_WAITING_STATES
+    ) -> EagleSequence:
         """Start the head's sequence for a request at `position`, or start it again.
 
         The request's acceptance rate stays.
@@ -241,6 +258,7 @@ class EagleHeads(ModelProposer[EagleSequence]):
             self._token_ids,
             base=position,
             own_norm=self._kind.own_norm,
+            max_waiting=max_waiting,
         )
         self._draft_sequences[request] = draft_sequence
         return draft_sequence
