@@ -14,7 +14,11 @@ from twostroke.core.errors import UsageError
 from twostroke.core.recorded_trace import BLOCK_TOKENS
 from twostroke.lab.simulator import read_trace
 from twostroke.server.observability import trace_recorder
-from twostroke.server.observability.trace_recorder import SharedPrefixes, check_trace_file
+from twostroke.server.observability.trace_recorder import (
+    SharedPrefixes,
+    TraceRecorder,
+    check_trace_file,
+)
 from twostroke.server.options import ServeOptions
 
 if TYPE_CHECKING:
@@ -131,6 +135,23 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be written") as caught:
         check_trace_file(tmp_path / "missing" / "trace.jsonl")
     assert caught.value.field == "record_trace"
+
+
+def test_a_file_that_is_no_trace_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
+    notes = tmp_path / "notes.txt"
+    notes.write_text("Buy milk.\n")
+    with pytest.raises(UsageError, match=r"must be a new file or a recorded trace, .*notes\.txt"):
+        check_trace_file(notes)
+    assert notes.read_text() == "Buy milk.\n"
+
+
+def test_two_servers_cannot_record_to_one_file(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    recorder = TraceRecorder(trace)
+    with pytest.raises(UsageError, match=r"another server records to trace\.jsonl"):
+        check_trace_file(trace)
+    recorder.close()
+    check_trace_file(trace)
 
 
 def test_the_longest_shared_beginning_is_found() -> None:

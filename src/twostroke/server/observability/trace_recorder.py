@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import secrets
+import stat
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 import msgspec
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
 _MAX_RECENT_BLOCKS: Final = 1 << 17  # twice as many are remembered at most, in some 30 MB
 _TENANT_DIGITS: Final = 6
+_NUM_COMPARED_BYTES: Final = len('{"recorded_trace":')  # of a header, before its version
 _logger = logging.getLogger("twostroke.serve")
 
 
@@ -56,7 +60,7 @@ def check_trace_file(path: Path) -> None:
     """Check that a trace can be recorded to `path`, before a model is loaded.
 
     Raises:
-        UsageError: the file cannot be written.
+        UsageError: the file cannot be written, is something else, or another server records to it.
     """
     os.close(_open_trace(path))
 
@@ -68,7 +72,8 @@ class TraceRecorder:
         """Open the trace at `path`, which may have the requests of earlier runs.
 
         Raises:
-            UsageError: the file cannot be written.
+            UsageError: the file cannot be written, is something else, or another server records
+                to it.
         """
         self._path = path
         self._descriptor: int | None = _open_trace(path)
@@ -196,8 +201,29 @@ class SharedPrefixes:
 
 
 def _open_trace(path: Path) -> int:
+    """Return a descriptor of a trace that no other process records."""
     try:
-        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         reason = f"cannot be written: {error.strerror}."
         raise UsageError(reason, field="record_trace") from None
+    reason = ""
+    if not _is_trace_or_empty(descriptor):
+        reason = f"must be a new file or a recorded trace, which {path.name} is not."
+    with suppress(OSError):  # a file system without locks
+        try:
+            # Lines name earlier lines by their distance, so two servers cannot share a file.
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            reason = f"must be another file: another server records to {path.name}."
+    if reason:
+        os.close(descriptor)
+        raise UsageError(reason, field="record_trace")
+    return descriptor
+
+
+def _is_trace_or_empty(descriptor: int) -> bool:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return True
+    begin = msgspec.json.encode(TraceHeader())[:_NUM_COMPARED_BYTES]
+    return os.pread(descriptor, len(begin), 0) in (b"", begin)
