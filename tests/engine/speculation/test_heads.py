@@ -312,5 +312,5 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
 
 def test_heads_whose_window_exceeds_memory_are_refused(path: Path, tmp_path: Path) -> None:
     wide_heads = write_random_heads(tmp_path, path, "eagle", window=1 << 28)
-    with pytest.raises(MemoryLimitError, match=r"MB of memory are free: lower --max-running"):
+    with pytest.raises(MemoryLimitError, match=r"MB of memory are free. Lower --max-running"):
         engine_of(path, heads=str(wide_heads))
