@@ -130,6 +130,12 @@ def test_endpoints_that_cannot_be_measured_are_sentences(cli, server, tmp_path):
     assert f"{server.url}/v1/chat/completions has no /v1/chat/completions: give the URL" in ran.err
 
 
+def test_a_duration_without_requests_is_refused(cli, server):
+    ran = cli("bench", server.url, "--rate", "0.001", "--duration", "0.001", "--seed", "1")
+    assert ran.code == 2
+    assert ran.err == "twostroke: --duration ends before the first request is due.\n"
+
+
 def test_one_request_of_each_client_has_rates(cli, server):
     small = ("--clients", "2", "--requests", "2", "--prompt", "40", "--output", "60")
     run = json.loads(cli("bench", server.url, *small, "--json").out)["report"]["run"]

@@ -178,3 +178,10 @@ def test_a_stop_reports_the_answers_so_far():
     assert result.facts.is_interrupted
     assert "interrupted" in result.audit.verdict
     assert 0 < result.report.run.num_requests < 1_000_000
+
+
+def test_a_stop_before_the_first_answer_is_an_interruption():
+    with endpoint(step_s=0.5) as server:
+        benchmark = Benchmark(server.url, RequestForm(), key=None)
+        with pytest.raises(KeyboardInterrupt):
+            asyncio.run(benchmark.run(load(), Objectives(), lambda *_: benchmark.stop()))

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
+from twostroke.core.errors import UsageError
 from twostroke.core.frozen import Frozen
 from twostroke.core.process_tuning import raise_open_file_limit, without_garbage_collection
 from twostroke.fleet.router.upstream import Address
 from twostroke.lab.bench.audit import RunFacts, audit_run
 from twostroke.lab.bench.endpoint import EndpointClient
-from twostroke.lab.bench.preflight import EndpointRefusedError, ask_endpoint, count_tokens
+from twostroke.lab.bench.preflight import ask_endpoint, count_tokens
 from twostroke.lab.bench.prompts import PromptWriter
 from twostroke.lab.bench.record import RunRecord, RunSetup
 from twostroke.lab.bench.report import make_bench_report
@@ -122,8 +123,10 @@ class Benchmark:
         `watch` is called twice a second with the runner and the time.
 
         Raises:
-            EndpointRefusedError: the endpoint cannot be measured, or no request was sent.
-            UsageError: the endpoint has several models, and none was named.
+            EndpointRefusedError: the endpoint cannot be measured.
+            KeyboardInterrupt: `stop` was called before the first answer.
+            UsageError: the endpoint has several models, and none was named; or the duration ends
+                before the first request.
         """
         raise_open_file_limit()
         try:
@@ -142,8 +145,10 @@ class Benchmark:
                 watcher.cancel()
             cpu_s, wall_s = time.process_time() - cpu_s, time.monotonic() - wall_s
             answers = sorted(runner.answers, key=lambda answer: answer.log.timings.arrival_s)
+            if not answers and runner.is_stopped:
+                raise KeyboardInterrupt
             if not answers:
-                raise EndpointRefusedError("The run ended before a request was answered.")
+                raise UsageError("ends before the first request is due.", field="duration_s")
             facts = RunFacts(
                 is_open=load.is_open,
                 is_interrupted=runner.is_stopped,
