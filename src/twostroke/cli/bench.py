@@ -198,8 +198,7 @@ class _ProgressLine:
 
 def _objectives(values: dict[str, Any]) -> Objectives:
     """Return the objectives of a command's `values`, and remove them from `values`."""
-    from twostroke.lab.bench.objectives import named_objectives
-    from twostroke.lab.measure.requests import Objectives
+    from twostroke.lab.measure.requests import Objectives, named_objectives
 
     objectives, name = Objectives(values.pop("ttft_s"), values.pop("tpot_s")), values.pop("slo")
     if name is None:

@@ -6,12 +6,16 @@ which requests ended. A server that starts again adds another header to the same
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from msgspec import field
 
 from twostroke.core.frozen import Frozen
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_MAX_RECENT_BLOCKS: Final = 1 << 17  # twice as many are remembered at most, in some 30 MB
 TRACE_VERSION: Final = 1
 BLOCK_TOKENS: Final = 16  # the length of a shared beginning is a multiple of it
 
@@ -48,3 +52,38 @@ class TracedRequest(Frozen, omit_defaults=True):
     outcome: str = "completed"
     tenant: str = ""
     shared: tuple[int, int] | None = None
+
+
+class SharedPrefixes:
+    """Finds the longest beginning that a prompt shares with an earlier prompt of its tenant.
+
+    Prompts are compared by the hashes of their blocks. Only recent hashes are remembered.
+    """
+
+    def __init__(self, max_recent_blocks: int = _MAX_RECENT_BLOCKS) -> None:
+        """Remember at least `max_recent_blocks` blocks, and at most twice as many."""
+        self._max_recent_blocks = max_recent_blocks
+        self._recent: dict[int, int] = {}  # the number of the last prompt with a block, by hash
+        self._older: dict[int, int] = {}
+        self._num_prompts = 0
+
+    def add(self, tenant: str, prompt: Sequence[int]) -> tuple[int, int] | None:
+        """Add a prompt, and find the most similar earlier prompt.
+
+        Returns how many prompts ago the earlier prompt was added, and the number of tokens that
+        both begin with; None if the prompt shares no whole block with an earlier one.
+        """
+        number, self._num_prompts = self._num_prompts, self._num_prompts + 1
+        similar_prompt, num_shared = 0, 0
+        chain = hash(tenant)
+        for start in range(0, len(prompt) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+            # Each hash stands for all tokens up to the end of its block.
+            chain = hash((chain, tuple(prompt[start : start + BLOCK_TOKENS])))
+            if num_shared == start:
+                known_prompt = self._recent.get(chain, self._older.get(chain))
+                if known_prompt is not None:
+                    similar_prompt, num_shared = known_prompt, start + BLOCK_TOKENS
+            self._recent[chain] = number
+        if len(self._recent) > self._max_recent_blocks:
+            self._older, self._recent = self._recent, {}
+        return (number - similar_prompt, num_shared) if num_shared else None

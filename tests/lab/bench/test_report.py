@@ -13,10 +13,9 @@ from support.bench_answers import make_answer
 from twostroke.core.errors import UsageError
 from twostroke.lab.bench.bootstrap import PooledValues, difference_interval, interval
 from twostroke.lab.bench.comparison import compare_runs, different_loads
-from twostroke.lab.bench.objectives import OBJECTIVE_NAMES, named_objectives
 from twostroke.lab.bench.record import RunRecord, RunSetup, read_record, write_csv, write_record
 from twostroke.lab.bench.report import latency_table, make_bench_report
-from twostroke.lab.measure.requests import Objectives
+from twostroke.lab.measure.requests import OBJECTIVE_NAMES, Objectives, named_objectives
 from twostroke.lab.simulator.traces import read_trace
 
 SETUP = RunSetup(

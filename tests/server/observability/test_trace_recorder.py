@@ -11,14 +11,10 @@ import pytest
 
 from support.servers import live_server, wait_for
 from twostroke.core.errors import UsageError
-from twostroke.core.recorded_trace import BLOCK_TOKENS
+from twostroke.core.recorded_trace import BLOCK_TOKENS, SharedPrefixes
 from twostroke.lab.simulator import read_trace
 from twostroke.server.observability import trace_recorder
-from twostroke.server.observability.trace_recorder import (
-    SharedPrefixes,
-    TraceRecorder,
-    check_trace_file,
-)
+from twostroke.server.observability.trace_recorder import TraceRecorder, check_trace_file
 from twostroke.server.options import ServeOptions
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Logs of the requests of a measured or simulated run, and its report: latencies and rates."""
+"""Logs of the requests of a measured or simulated run, objectives, and the run's report."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from twostroke.core.errors import UsageError, nearest
 from twostroke.core.frozen import Frozen, check_range
 from twostroke.engine.output import Timings  # noqa: TC001 - msgspec reads it
 from twostroke.lab.measure.report_text import format_ms
@@ -28,6 +29,24 @@ _MAX_BURST_S: Final = 0.01
 _MAX_BURST_SHARE: Final = 0.01
 _MIN_ARRIVALS: Final = 20  # fewer arrivals are not enough to detect growth
 MIN_P99_SAMPLES: Final = 500
+
+# Limits in ms of TTFT and TPOT, from MLPerf Inference (MLCommons). `reading` is the
+# speed at which a very fast reader follows a stream.
+_PUBLISHED_LIMITS_MS: Final = {
+    "llama-2-70b-server": (2000, 200),
+    "llama-2-70b-interactive": (450, 40),
+    "llama-3.1-8b-server": (2000, 100),
+    "llama-3.1-8b-interactive": (500, 30),
+    "llama-3.1-405b-server": (6000, 175),
+    "llama-3.1-405b-interactive": (4500, 80),
+    "mixtral-8x7b-server": (2000, 200),
+    "deepseek-r1-server": (2000, 80),
+    "deepseek-r1-interactive": (1500, 15),
+    "gpt-oss-120b-server": (3000, 80),
+    "gpt-oss-120b-interactive": (2000, 20),
+    "reading": (200, 120),
+}
+OBJECTIVE_NAMES: Final = tuple(_PUBLISHED_LIMITS_MS)
 
 
 class RequestLog(Frozen):
@@ -82,6 +101,17 @@ class Objectives(Frozen):
         return all(
             (latencies[name] or 0.0) <= (limit or math.inf) for name, limit in limits.items()
         )
+
+
+def named_objectives(name: str) -> Objectives:
+    """Return published latency objectives; raise UsageError if the name is unknown."""
+    limits_ms = _PUBLISHED_LIMITS_MS.get(name)
+    if limits_ms is None:
+        hint = nearest(name, OBJECTIVE_NAMES)
+        reason = f"must be one of {', '.join(OBJECTIVE_NAMES)}, got '{{value}}'.{hint}"
+        raise UsageError(reason, field="slo", value=name)
+    ttft_ms, tpot_ms = limits_ms
+    return Objectives(ttft_ms / 1e3, tpot_ms / 1e3)
 
 
 class Percentile(Frozen):
