@@ -210,7 +210,7 @@ def test_without_a_secret_only_processes_of_the_same_user_can_connect():
             assert file is not None
             assert os.path.sameopenfile(file, shared_file.fileno())
             os.close(file)
-    wait_for(lambda: bool(refused))  # the listener's thread reports it
+            wait_for(lambda: bool(refused))  # the listener's thread reports it
     assert refused == [("127.0.0.1", True)]
 
 

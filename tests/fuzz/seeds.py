@@ -31,7 +31,7 @@ CORPUS = Path(__file__).parent / "corpus"
 SIZES = {"num_layers": 1, "hidden_size": 2, "ffn_size": 2, "num_heads": 1, "num_kv_heads": 1}
 EXPERT_SIZES = (
     *("expert_feed_forward_length", "expert_shared_feed_forward_length"),
-    *("moe_intermediate_size", "shared_expert_intermediate_size"),
+    *("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp"),
 )
 NUM_TOKENS = 8
 ALIGNMENT = 8

@@ -49,8 +49,11 @@ def pairs_of(rope, channels):
 def test_queries_undo_what_becomes_of_keys(kind):
     program = PROGRAMS[kind]
     key_balances = balances(program, random_tensors(program))
-    assert len(key_balances) == len(program.cache_layers)
-    for op in (op for op in program.ops if isinstance(op, Attention) and op.stores):
+    # The layers with RoPE of Llama 4 have keys and queries of length 1: they are balanced.
+    unit_layers = {0, 2} if kind == "chunks and experts" else set()
+    assert set(key_balances) == set(range(len(program.cache_layers))) - unit_layers
+    attentions = [op for op in program.ops if isinstance(op, Attention) and op.stores]
+    for op in (op for op in attentions if op.layer not in unit_layers):
         means, keys, queries = key_balances[op.layer].reshape(3, op.num_kv_heads, op.head_dim)
         assert np.array_equal(keys * queries, np.ones(keys.shape))
         assert np.array_equal(np.log2(keys), np.rint(np.log2(keys)))
