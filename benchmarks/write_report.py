@@ -16,6 +16,7 @@ from benchmarks.common.workload import WORKS
 from benchmarks.engine import parallel_report
 from benchmarks.engine.speculation_results import load_results
 from benchmarks.peers.quality import Quality
+from benchmarks.serving.definitions import load_comparisons
 from twostroke.core.options import AUTO_BITS
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ _SPEED = """## Speed
 Each cell has Twostroke's median, the best peer's, and in **bold** how many times better Twostroke
 is (for times and memory: how many times less it takes), with 15 bits of activations. In parentheses
 is the same ratio with those that it chooses by default, and with `--activation-bits 8`, the
-precision that most peers have. Speculation is off for all engines.
+precision that most peers have. Speculation is off for all engines. llama-3b and llama-8b have
+random weights of those shapes in Q4_K_M (`python -m benchmarks.common.shapes llama-3b FOLDER`).
 """
 _SPECULATION = """## Speculation
 
@@ -60,6 +62,14 @@ divided by that of llama.cpp. The time in collectives is rank 0's. It and what r
 steps, by their own clocks) are shares of a step; [docs/guide/parallel.md](docs/guide/parallel.md)
 says what is predicted.
 """
+_LOAD_GENERATORS = """## Load generators
+
+aiperf and guidellm beside `twostroke bench` on the same traffic. Each figure of a tool is divided
+by the figure that `twostroke bench` computes from its own run by the definition of that tool.
+[The guide](docs/guide/bench.md#definitions-of-other-tools) has the definitions. The server without
+a model compares definitions. With a model, the load generators (aiperf has eight processes) slow
+the server on a small machine: then the rounds of one tool differ by more than the tools do.
+"""
 _QUALITY = """## Quality
 
 The next-token distributions on held-out text, against the float32 reference on the same weights.
@@ -73,7 +83,7 @@ def main() -> None:
     if not machines:
         raise SystemExit("There are no measurements yet; run `make bench WHAT=peers`.")
     parts = [_HEAD, *_speed(machines), *_speculation(machines), *_parallel(machines)]
-    parts += _quality(machines)
+    parts += [*_quality(machines), *_load_generators(machines)]
     _PAGE.write_text("\n".join(parts).rstrip() + "\n")
     print(f"Wrote {_PAGE.relative_to(ROOT)}")
 
@@ -146,6 +156,14 @@ def _speculation(machines: dict[str, list[Record]]) -> Iterator[str]:
     yield _SPECULATION
     yield table(("", *(f"{n} streams" if n > 1 else "1 stream" for n in streams)), rows) + "\n"
     yield f"{caption(newest)}. Command: `make bench WHAT=speculation`.\n"
+
+
+def _load_generators(machines: dict[str, list[Record]]) -> Iterator[str]:
+    comparisons = [comparison for name in machines for comparison in load_comparisons(name)]
+    if comparisons:
+        yield _LOAD_GENERATORS
+    for comparison in comparisons:
+        yield from comparison.parts()
 
 
 def _newest(result: SpeculationResult) -> str:

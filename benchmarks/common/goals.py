@@ -7,6 +7,8 @@ from dataclasses import dataclass
 SMOLLM2 = "smollm2"
 QWEN_05 = "qwen2.5-coder-0.5b"
 QWEN_15 = "qwen2.5-coder-1.5b"
+LLAMA_3B = "llama-3b"  # random weights of this shape: benchmarks/common/shapes.py
+LLAMA_8B = "llama-8b"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,11 @@ GOALS = (
     Goal("decode-1", QWEN_15, 1.4, mbu=0.85),
     Goal("prefill-512", QWEN_15, 5, mfu=0.5),
     Goal("prefill-2048", QWEN_15, 5, mfu=0.5),
+    Goal("decode-1", LLAMA_3B, 1.3, mbu=0.85),
+    Goal("decode-8", LLAMA_3B, 2.5),
+    Goal("prefill-512", LLAMA_3B, 1.4),
+    Goal("decode-1", LLAMA_8B, 1.3, mbu=0.85),
+    Goal("prefill-512", LLAMA_8B, 1.4),
     Goal("start", SMOLLM2, 1),
     Goal("start", QWEN_15, 1),
     Goal("memory", SMOLLM2, 1),

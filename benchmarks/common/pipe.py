@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _ANSWER_WITHIN_S = 1800.0
 _IDLE_FOR_S = 0.1
-_IDLE_WITHIN_S = 10.0
+_IDLE_WITHIN_S = 60.0  # packing a model of 8B and writing the packed file takes half a minute
 _IDLE_SHARE = 0.15  # of one core: one tick of the kernel's clock in `_IDLE_FOR_S`
 
 

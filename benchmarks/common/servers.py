@@ -20,14 +20,16 @@ _READY_WITHIN_S = 120.0
 
 
 def our_command(model: str, num_threads: int) -> tuple[str, ...]:
-    """Return what serves a model as `MODEL_NAME`, without speculation: every run computes alike.
+    """Return what serves a model as `MODEL_NAME`, so that every run computes alike.
+
+    It does without speculation, and computes each request by itself.
 
     It stops when its standard input ends, so it needs one.
     """
     return (
         *(sys.executable, "-m", "twostroke.fleet.cluster.process"),
         *("serve", model, "--name", MODEL_NAME),
-        *("--speculate", "off", "--threads", str(num_threads)),
+        *("--speculate", "off", "--threads", str(num_threads), "--no-coalesce"),
     )
 
 

@@ -122,11 +122,13 @@ def _record(run: Run, name: str, row: Row) -> Record:
     level = f" --level {args.level}" if args.level else ""
     level += f" --llama-level {args.llama_level}" if args.llama_level != "native" else ""
     threads = f" --threads {args.threads}" if args.threads != 2 else ""
+    if Path(model).is_file():
+        model = Path(model).name  # records name no folder of this machine
     options = f"--models {model} --only {name}{level}{threads}{peers}"
     return Record(
         row=name,
         name=row.work.name,
-        model=model,
+        model=model.removesuffix(".gguf"),
         unit="tokens/s",
         entries=row.entries(),
         command=f'make bench WHAT=peers ARGS="{options}"',

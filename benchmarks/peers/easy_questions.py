@@ -80,6 +80,7 @@ import sys, xllamacpp
 params = xllamacpp.CommonParams()
 params.model.path, params.n_ctx, params.n_parallel = sys.argv[1], 2048, 1
 params.use_jinja = True
+params.cpuparams.n_threads = 1  # two wait for each other where other programs run
 server = xllamacpp.Server(params)
 print(server.listening_address, flush=True)
 sys.stdin.read()

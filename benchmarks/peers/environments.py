@@ -60,6 +60,8 @@ _ENVIRONMENTS: Mapping[str, Environment] = {
     "llmcompressor": Environment(
         "llmcompressor", "LLM Compressor and AutoRound (1.5 GB)", ((_TORCH,), (_COMPRESSOR,))
     ),
+    "aiperf": Environment("aiperf", "aiperf (1 GB)", (("aiperf==0.13.0",),)),
+    "guidellm": Environment("guidellm", "guidellm (1.5 GB)", ((_TORCH,), ("guidellm==0.8.1",))),
     "openvino": Environment(
         "openvino_genai", "OpenVINO GenAI (300 MB)", (("openvino-genai",), ("numpy",))
     ),

@@ -112,7 +112,7 @@ void multiply_blocks(const uint8_t* group, const PanelBlock<Planes>* panel, int 
   for (int r = 0; r < R; ++r) out[r] = zero_lanes();
   for (int64_t index = 0; index < num_blocks; ++index) {
     if constexpr (Places::is_every) {
-      fetch_weights<format.block_bytes()>(group + index * format.block_bytes());
+      fetch_weights<format.block_bytes(), R>(group + index * format.block_bytes());
     }
     TS_UNROLL
     for (int sub = 0; sub < format.num_subs; ++sub) {

@@ -135,7 +135,7 @@ void multiply_few(const uint8_t* group, const PanelBlock<2>* panel, int row, int
   for (int r = 0; r < R; ++r) sums[r] = zero_lanes();
   for (int64_t index = 0; index < num_blocks; ++index) {
     const PanelBlock<2>& block = panel[index];
-    fetch_weights<format.block_bytes()>(group + index * format.block_bytes());
+    fetch_weights<format.block_bytes(), R>(group + index * format.block_bytes());
     reader.enter(group, index);
     const uint8_t* codes = group + format.quant_offset(index);
     if constexpr (is_buffered<T>()) {

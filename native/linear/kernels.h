@@ -11,10 +11,11 @@
 
 namespace ts {
 
-/// How far ahead of the loads the packed weights are fetched, and whether into the second-level
-/// cache (measured, docs/development/kernels/avx2.md, avx512.md).
+/// How far ahead of the loads the packed weights are fetched, into the second-level or the
+/// first-level cache (measured, docs/development/kernels/avx2.md, avx512.md).
 constexpr bool kFetchesFar = TS_LEVEL >= 1;
 constexpr int64_t kAheadBytes = kFetchesFar ? 12288 : 2560;
+constexpr int64_t kNearAheadBytes = 8192;
 
 /// Most rows that a kernel takes.
 template <WeightType T>
@@ -39,9 +40,17 @@ constexpr bool has_kernel() {
   return (R & (R - 1)) == 0 && R <= max_kernel_rows<T>();
 }
 
-/// Prefetches that many bytes of packed weights, which are read a while after those at `p`.
-template <int64_t Bytes>
+/// Prefetches that many bytes of packed weights, which are read a while after those at `p` and meet
+/// R rows. Only one or two rows are faster with weights in the first-level cache.
+template <int64_t Bytes, int R>
 inline void fetch_weights(const uint8_t* p) {
+  if (TS_LEVEL == 2 && R <= 2 && tuning().fetches_weights_near) {
+    TS_UNROLL
+    for (int64_t offset = 0; offset < Bytes; offset += 64) {
+      fetch(p + kNearAheadBytes + offset, false);
+    }
+    return;
+  }
   TS_UNROLL
   for (int64_t offset = 0; offset < Bytes; offset += 64) {
     fetch(p + kAheadBytes + offset, kFetchesFar);
@@ -79,7 +88,7 @@ __attribute__((noinline)) void multiply_blocks(const uint8_t* group,
   for (int64_t index = 0; index < num_blocks; ++index) {
     const PanelBlock<Planes>& block = panel[index];
     if constexpr (Places::is_every) {
-      fetch_weights<format.block_bytes()>(group + index * format.block_bytes());
+      fetch_weights<format.block_bytes(), R>(group + index * format.block_bytes());
     }
     const int64_t place = place_of(index);
     const Codes<T> codes = load_codes<T>(group + format.quant_offset(place));
@@ -143,7 +152,7 @@ void multiply_floats(const uint8_t* group, const FloatBlock* panel, int row, int
     for (int64_t i = 0; i < kFloatsPerLine; i += 2) {
       Lanes even;
       Lanes odd;
-      fetch_weights<pair_bytes>(group);
+      fetch_weights<pair_bytes, R>(group);
       load_pair<T>(group, &even, &odd);
       group += pair_bytes;
       TS_UNROLL

@@ -13,6 +13,9 @@ struct Tuning {
   bool has_half_ports;
   /// Keys and values are fetched far ahead, into the second-level cache; else near, into the first.
   bool fetches_far;
+  /// Packed weights that meet one or two rows are fetched into the first-level cache, else into the
+  /// second-level one (linear/kernels.h).
+  bool fetches_weights_near;
   int64_t wide_blocks;       // that are unpacked at a time: they stay in the first-level cache
   int64_t cached_row_bytes;  // prepared rows that stay in the second-level cache meanwhile
 };
@@ -22,7 +25,7 @@ extern Tuning current_tuning;
 
 inline const Tuning& tuning() { return current_tuning; }
 
-/// Computes as on Zen 4 from now on, or as on others; for tests and measurements. Not while
+/// Computes as on Zen 4 from now on, or as on a Xeon; for tests and measurements. Not while
 /// products run.
 void assume_half_ports(bool has_half_ports);
 
