@@ -16,11 +16,13 @@ from rich.console import Console
 
 from support.commands import started
 from support.servers import wait_for
-from support.tiny import write_base_gguf
+from support.tiny import write_base_gguf, write_tiny_gguf
+from twostroke.cli.answer import AnswerStream
 from twostroke.cli.chat import ChatSession
 from twostroke.core.errors import EngineStoppedError
 from twostroke.core.options import CacheOptions, ComputeOptions, EngineOptions
 from twostroke.core.sampling import SamplingParams
+from twostroke.engine.chat.content_marks import ContentMarks
 from twostroke.engine.engine import build
 from twostroke.engine.prompts import encode_chat
 
@@ -29,17 +31,19 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from conftest import Ran
+    from twostroke.core.constraint import ReasoningSection
     from twostroke.engine.engine import Engine
+    from twostroke.model.tokenizer import Tokenizer
 
 SHORT = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
+OPTIONS = EngineOptions(ComputeOptions(backend="reference"), CacheOptions(memory_bytes=2_000_000))
+
+
 @pytest.fixture(scope="module")
 def engine(tiny: str) -> Iterator[Engine]:
-    options = EngineOptions(
-        ComputeOptions(backend="reference"), CacheOptions(memory_bytes=2_000_000)
-    )
-    with build(tiny, options) as engine:
+    with build(tiny, OPTIONS) as engine:
         yield engine
 
 
@@ -89,6 +93,35 @@ def test_a_model_that_cannot_chat_is_refused_before_its_weights_are_read(
     ran = cli("chat", str(write_base_gguf(tmp_path / "base.gguf")), stdin=None)
     assert ran.code == 2
     assert "base has no chat template: use 'twostroke generate --raw' instead." in ran.err
+
+
+def test_marks_of_an_answer_depend_on_its_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = (
+        "{% for m in messages %}{{ m.role }}: "
+        "{% if m.role == 'assistant' %}<response>{{ m.content }}</response>"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: <response>{% endif %}"
+    )
+    model = write_tiny_gguf(tmp_path / "marks.gguf", metadata={"tokenizer.chat_template": template})
+    shown_marks: list[ContentMarks | None] = []
+
+    class RecordedStream(AnswerStream):
+        def __init__(
+            self,
+            console: Console,
+            preface: ReasoningSection | None,
+            tokenizer: Tokenizer,
+            content_marks: ContentMarks | None = None,
+        ) -> None:
+            shown_marks.append(content_marks)
+            super().__init__(console, preface, tokenizer, content_marks)
+
+    monkeypatch.setattr("twostroke.cli.answer.AnswerStream", RecordedStream)
+    with build(str(model), OPTIONS) as engine:
+        Talk(engine).say("hello")
+    assert shown_marks == [ContentMarks("", "</response>")]
 
 
 def test_what_was_said_is_in_the_next_prompt(engine: Engine) -> None:

@@ -224,6 +224,18 @@ CASES = [
     ("GEMMA4", "gemma", ("<|tool_call>", "<tool_call|>", '<|"|>')),
     ("KIMI", "kimi", FORMS["kimi"].all_marks),
     ("COHERE", "cohere", ("<|START_ACTION|>", "<|END_ACTION|>")),
+    ("XTML", "xtml", ("<|open|>", "<|sep|>", "<|close|>")),
+    ("XTML", "xtml", ()),
+    ("PARAMS", "params", ()),
+    ("PARAMS", "params", ("<function", "</function>", "<param", "</param>")),
+    ("SOLAR", "solar", FORMS["solar"].all_marks),
+    ("LIST", "list", ("<tool_calls>", "</tool_calls>")),
+    ("LINES", "lines", ()),
+    ("APERTUS", "apertus", ("<|tools_prefix|>", "<|tools_suffix|>")),
+    ("FUNCTIONS", "functions", ()),
+    ("FUNCTOOLS", "functools", ()),
+    ("GIGACHAT", "gigachat", ("<|function_call|>",)),
+    ("GIGACHAT_MESSAGE", "gigachat message", ("<|message_sep|>", "<|role_sep|>")),
 ]
 
 

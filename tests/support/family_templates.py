@@ -206,6 +206,7 @@ DSML: Final = _TAGGED.replace(
         "@", "｜DSML｜"
     ),
 )
+GCML: Final = DSML.replace("DSML", "GCML").replace("function_calls", "tool_calls")  # GigaChat 3.5
 HY3: Final = _TAGGED.replace(
     "@CALLS@",
     "{% if m.tool_calls %}\n<tool_calls:s>\n{% for c in m.tool_calls %}<tool_call:s>"
@@ -276,6 +277,116 @@ NEMOTRON_LIST: Final = _TAGGED.replace(
     "{% if m.tool_calls %}<TOOLCALL>[{% for c in m.tool_calls %}"
     '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
     "{% if not loop.last %}, {% endif %}{% endfor %}]</TOOLCALL>{% endif %}",
+)
+_JSON_CALL: Final = (
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+)
+# As Apriel: a list, with ids in earlier answers only.
+LIST: Final = _TAGGED.replace(
+    "@CALLS@",
+    "{% if m.tool_calls %}\n<tool_calls>[{% for c in m.tool_calls %}"
+    + _JSON_CALL[:-1]
+    + '{% if not outer_last %}, "id": "{{ c.id }}"{% endif %}}{% if not loop.last %}, '
+    "{% endif %}{% endfor %}]</tool_calls>{% endif %}",
+).replace("{% if m.role == 'tool' %}", "{% set outer_last = loop.last %}{% if m.role == 'tool' %}")
+# As MiniMax M1: a call on each line.
+LINES: Final = _TAGGED.replace(
+    "@CALLS@",
+    "{% if m.tool_calls %}<tool_calls>{{ '\n' }}{% for c in m.tool_calls %}"
+    + _JSON_CALL
+    + "{{ '\n' }}{% endfor %}</tool_calls>{% endif %}",
+)
+# As Apertus: the name is a key; a tool needs a description, and a description of its arguments.
+APERTUS: Final = _TAGGED.replace(
+    "@CALLS@",
+    "{% if m.tool_calls %}<|tools_prefix|>[{% for c in m.tool_calls %}"
+    '{"{{ c.function.name }}": {{ c.function.arguments | tojson }}}'
+    "{% if not loop.last %}, {% endif %}{% endfor %}]<|tools_suffix|>{% endif %}",
+).replace(
+    "{{ tools | tojson }}",
+    "{% for t in tools %}{{ '// ' + t.function.description + t.function.parameters.type }}"
+    "{{ t | tojson }}{% endfor %}",
+)
+# As functionary 3.1.
+FUNCTIONS: Final = _TAGGED.replace(
+    "@CALLS@",
+    "{% for c in m.tool_calls or [] %}<function={{ c.function.name }}>"
+    "{{ c.function.arguments | tojson }}</function>{% endfor %}",
+)
+# As firefunction 2: tools are text in a variable.
+FUNCTOOLS: Final = _TAGGED.replace(
+    "@CALLS@",
+    "{% if m.tool_calls %} functools[{% for c in m.tool_calls %}"
+    + _JSON_CALL
+    + "{% if not loop.last %}, {% endif %}{% endfor %}]{% endif %}",
+).replace(
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}",
+    "{{ 'Functions: ' + functions + ' Today is ' + datetime + '.' }}",
+)
+# As GigaChat 3.1 and 3.0: one call in an answer, or in a message after the answer.
+GIGACHAT: Final = _TAGGED.replace(
+    "@CALLS@",
+    "{% if m.tool_calls %}{% set c = m.tool_calls[0] %}<|function_call|>"
+    + _JSON_CALL
+    + "{% endif %}",
+)
+GIGACHAT_MESSAGE: Final = GIGACHAT.replace(
+    "<|function_call|>", "<|message_sep|>\n\nfunction call<|role_sep|>\n"
+)
+# As Kimi K3: macros write all marks, also around the text of an answer.
+XTML: Final = (
+    "{% macro open(tag) %}{{ '<|open|>' + tag + '<|sep|>' }}{% endmacro %}"
+    "{% macro close(tag) %}{{ '<|close|>' + tag + '<|sep|>' }}{% endmacro %}"
+    "{% if tools %}{{ open('message') }}{{ tools | tojson }}{{ close('message') }}{% endif %}"
+    "{% for m in messages %}{{ open('message role=\"' + m.role + '\"') }}"
+    "{% if m.role == 'assistant' %}{% if m.reasoning_content %}{{ open('think') }}"
+    "{{ m.reasoning_content }}{{ close('think') }}{% endif %}{{ open('response') }}"
+    "{{ m.content or '' }}{{ close('response') }}{% if m.tool_calls %}{{ open('tools') }}"
+    "{% for c in m.tool_calls %}"
+    "{{ open('call tool=\"' + c.function.name + '\" index=\"' + loop.index | string + '\"') }}"
+    + _EACH
+    + "{% set type = 'string' if v is string else 'array' if v is iterable else 'number' %}"
+    "{{ open('argument key=\"' + k + '\" type=\"' + type + '\"') }}"
+    + _VALUE
+    + "{{ close('argument') }}{% endfor %}{{ close('call') }}{% endfor %}{{ close('tools') }}"
+    "{% endif %}{% else %}{{ m.content }}{% endif %}{{ close('message') }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ open('message role=\"assistant\"') }}"
+    "{% if thinking is defined %}{{ open('think' if thinking else 'response') }}{% endif %}"
+    "{% endif %}"
+)
+# As MiniCPM5: texts with signs of XML or line breaks are in CDATA.
+PARAMS: Final = _TAGGED.replace(
+    "@CALLS@",
+    "{% for c in m.tool_calls or [] %}{% if not loop.first %}{{ '\n' }}{% endif %}"
+    '<function name="{{ c.function.name }}">'
+    + _EACH
+    + "<param name=\"{{ k }}\">{% if v is string and ('<' in v or '&' in v or '\n' in v) %}"
+    "{{ '<![CDATA[' + v + ']]>' }}{% else %}{{ v }}{% endif %}</param>{% endfor %}</function>"
+    "{% endfor %}",
+)
+# As Solar Open: messages in channels, and ids of calls that the model makes up.
+SOLAR: Final = (
+    "{% if tools %}<|begin|>system<|content|>{{ tools | tojson }}<|end|>{% endif %}"
+    "{% for m in messages %}{% if m.reasoning %}<|begin|>assistant<|think|>{{ m.reasoning }}"
+    "<|end|>{% endif %}<|begin|>{{ m.role }}{% if m.tool_calls %}<|tool_calls|>"
+    "{% for c in m.tool_calls %}<|tool_call:begin|>{{ c.id }}<|tool_call:name|>"
+    "{{ c.function.name }}<|tool_call:args|>{{ c.function.arguments | tojson }}"
+    "<|tool_call:end|>{% endfor %}<|calls|>{% else %}<|content|>{{ m.content }}<|end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|begin|>assistant{% endif %}"
+)
+# As Granite 3.3: the instructions name the marks and the form of calls.
+GRANITE_RESPONSES: Final = (
+    "{% if thinking %}Think between <think></think>, answer between <response></response>."
+    "{% endif %}"
+    "{% if tools %}Respond only with <|tool_call|> followed by a JSON list of tools used."
+    "{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}" + _TURN + "{% endfor %}" + _NEXT + "{% endif %}"
+)
+# As Apriel 1.6: the prompt opens the reasoning, whose end is a line.
+APRIEL: Final = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    + _NEXT
+    + "Here are my reasoning steps:\n{# then [BEGIN FINAL RESPONSE] #}{% endif %}"
 )
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from twostroke.core.constraint import ReasoningSection
+    from twostroke.engine.chat.content_marks import ContentMarks
     from twostroke.engine.output import Output
     from twostroke.model.tokenizer import Tokenizer
 
@@ -23,16 +24,22 @@ class AnswerStream:
     """Prints an answer on the terminal while it is generated, and collects it as a chat message."""
 
     def __init__(
-        self, console: Console, preface: ReasoningSection | None, tokenizer: Tokenizer
+        self,
+        console: Console,
+        preface: ReasoningSection | None,
+        tokenizer: Tokenizer,
+        content_marks: ContentMarks | None = None,
     ) -> None:
         """Print an answer to `console`.
 
         `preface` delimits the model's reasoning before the answer; None without reasoning.
-        `tokenizer` decodes the answer's tokens.
+        `tokenizer` decodes the answer's tokens. `content_marks` are the marks around its text.
         """
         self._console = console
         has_channels = preface is not None and preface.has_channels
-        reading = AnswerFormat(preface=preface, has_channels=has_channels)
+        reading = AnswerFormat(
+            preface=preface, content_marks=content_marks, has_channels=has_channels
+        )
         self._reader = AnswerReader(reading, tokenizer)
         self._markdown: MarkdownStream | None = None
         self._begins_with_text = preface is None

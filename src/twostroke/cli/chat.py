@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from twostroke.core.request import Hints
     from twostroke.core.sampling import SamplingParams
+    from twostroke.engine.chat.content_marks import ContentMarks
     from twostroke.engine.engine import Engine
     from twostroke.engine.model_card import ModelCard
     from twostroke.engine.output import Completion, Output
@@ -197,8 +198,8 @@ class ChatSession:
         question = {"role": "user", "content": text}
         try:
             self._make_room(question)
-            tokens, params, hints = self._encode([*self.messages, question])
-            answer = self._answer(tokens, self._within_room(params, len(tokens)), hints)
+            tokens, params, hints, marks = self._encode([*self.messages, question])
+            answer = self._answer(tokens, self._within_room(params, len(tokens)), hints, marks)
         except EngineStoppedError:
             raise
         except ContextLengthError:
@@ -215,10 +216,12 @@ class ChatSession:
             self.messages += [question, answer]
         return answer is not None
 
-    def _encode(self, messages: list[dict[str, str]]) -> tuple[list[int], SamplingParams, Hints]:
+    def _encode(
+        self, messages: list[dict[str, str]]
+    ) -> tuple[list[int], SamplingParams, Hints, ContentMarks | None]:
         """Return the token ids of the system message and the given messages as a prompt.
 
-        Also returns the sampling parameters and the hints of the answer.
+        Also returns the sampling parameters, the hints and the content marks of the answer.
         """
         from twostroke.engine.prompts import encode_turn
 
@@ -254,7 +257,11 @@ class ChatSession:
             del self.messages[: 2 * num_dropped]
 
     def _answer(
-        self, tokens: list[int], params: SamplingParams, hints: Hints
+        self,
+        tokens: list[int],
+        params: SamplingParams,
+        hints: Hints,
+        content_marks: ContentMarks | None,
     ) -> dict[str, str] | None:
         """Print the answer while it is generated; return it as a chat message, or None if empty."""
         from twostroke.cli.answer import AnswerStream
@@ -268,7 +275,9 @@ class ChatSession:
             with (
                 no_echo(),
                 on_interrupt(generation.cancel),
-                AnswerStream(self.console, params.preface, self.engine.card.tokenizer) as stream,
+                AnswerStream(
+                    self.console, params.preface, self.engine.card.tokenizer, content_marks
+                ) as stream,
             ):
                 for output in generation.outputs():
                     outputs.append(output)

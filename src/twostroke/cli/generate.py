@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from twostroke.engine.counters import PrefillDecodeTotals
     from twostroke.engine.engine import Engine
     from twostroke.engine.model_card import ModelCard
-    from twostroke.engine.output import Completion
+    from twostroke.engine.output import Completion, Usage
 
 _HOW_TO_PROMPT = "give one with -p TEXT, -f FILE, or on standard input."
 
@@ -131,7 +131,7 @@ def _report(
             "text": completion.text,
             "token_ids": list(completion.token_ids),
             "finish_reason": completion.finish_reason.value,
-            "usage": asdict(completion.usage),
+            "usage": _usage_fields(completion.usage),
             "timings": asdict(figures),
         }
         if completion.schema_miss:
@@ -141,6 +141,13 @@ def _report(
         click.secho(
             describe(figures, completion.usage, width=_terminal_width()), dim=True, err=True
         )
+
+
+def _usage_fields(usage: Usage) -> dict[str, int]:
+    """Return the token counts of an answer that was computed here."""
+    fields = asdict(usage)
+    del fields["reused_tokens"]
+    return fields
 
 
 def _prompt(text: str | None, option: str | None, file: str | None) -> str:

@@ -52,6 +52,28 @@ ARGUMENTS = {
 }
 
 
+@pytest.mark.parametrize(
+    ("type_name", "text", "value"),
+    [("integer", "3", 3), ("string", "3", "3"), ("number", "3", 3), ("float", "0.5", 0.5),
+     ("list", "[1]", [1]), ("str", "a b", "a b")],
+)  # fmt: skip
+def test_arguments_are_read_whatever_their_type_is_called(
+    type_name: str, text: str, value: object
+) -> None:
+    call = FORMS["xtml"].write([("time", '{"n": "@"}')])
+    call = call.replace('type="string"', f'type="{type_name}"').replace("@", text)
+    for size in (1, 7, len(call)):
+        reader = CallReader(("time",), FORMS["xtml"])
+        pieces = [
+            piece
+            for start in range(0, len(call), size)
+            for piece in reader.feed(call[start : start + size])
+        ]
+        pieces += reader.finish(is_cut=False)
+        written = "".join(piece.text for piece in pieces if isinstance(piece, ArgumentsPiece))
+        assert json.loads(written) == {"n": value}
+
+
 def functions(schemas: dict[str, Any]) -> tuple[Function, ...]:
     return tuple(Function.described(name, schema, "tools") for name, schema in schemas.items())
 
@@ -318,6 +340,47 @@ def test_marks_at_the_end_may_be_missing(name: str) -> None:
     for length in range(len(tail)):
         shorter = text[: len(text) - len(tail) + length]
         assert read(name, shorter, SCHEMAS) == ("", [("weather", ARGUMENTS)], True)
+
+
+@pytest.mark.parametrize("kind", [CONTROL, None])
+@pytest.mark.parametrize(
+    "text",
+    ["a < b", "R&D", "two\nlines", "é</param></function>", '<param name="city">', "<![CDATA["],
+)
+def test_a_text_with_signs_of_xml_is_in_cdata_and_may_have_the_closing_tag(
+    text: str, kind: int | None
+) -> None:
+    values = {"city": text, "days": 1, "near": "5"}
+    schemas = {"weather": {**CITY, "properties": {**CITY["properties"], "near": {}}}}
+    written = FORMS["params"].write([("weather", json.dumps(values))] * 2)
+    assert written.count(f'<param name="city"><![CDATA[{text}]]></param>') == 2
+    expected = ("", [("weather", {**values, "near": 5})] * 2, True)
+    assert read("params", written, schemas) == expected
+    assert read("params", written, schemas, [*range(1, len(written))]) == expected
+    is_allowed = checker(tool_form("params", schemas, is_forced=True, kind=kind))
+    if kind is None or "param" not in text:  # a text cannot have special tokens
+        assert is_allowed(written)
+    assert not is_allowed(written.replace("]]>", "]]&gt;"))
+    as_text = written.replace(">5<", "><![CDATA[5]]><")
+    assert read("params", as_text, schemas) == ("", [("weather", values)] * 2, True)
+
+
+def test_xtml_names_the_type_of_each_value() -> None:
+    values = {"a": "1", "b": 1, "c": None, "d": [True], "e": {"f": "g"}, "h": False, "i": 1.5}
+    written = FORMS["xtml"].write([("f", json.dumps(values)), ("f", "{}")])
+    types = ("string", "number", "null", "array", "object", "boolean", "number")
+    for key, name in zip(values, types, strict=True):
+        assert f'<|open|>argument key="{key}" type="{name}"<|sep|>' in written
+    assert 'call tool="f" index="1"' in written
+    assert 'call tool="f" index="2"' in written
+    for schema in ({"type": "object", "additionalProperties": True}, {}):
+        schemas = {"f": schema}
+        assert read("xtml", written, schemas) == ("", [("f", values), ("f", {})], True)
+    is_allowed = checker(tool_form("xtml", {"f": {"additionalProperties": True}}, is_forced=True))
+    assert is_allowed(written)
+    assert not is_allowed(written.replace('type="null"', 'type="number"'))
+    assert not is_allowed(written.replace('type="array"', 'type="object"'))
+    assert not is_allowed(written.replace('type="array"', 'type="list"'))
 
 
 LOOSE = (

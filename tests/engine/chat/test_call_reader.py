@@ -43,6 +43,19 @@ def read(
     return text_read, calls
 
 
+@pytest.mark.parametrize("id_", ["call000001", "chatcmpl-tool-1", "functions.f:0"])
+def test_ids_that_the_model_makes_up_may_have_signs(id_: str) -> None:
+    form = FORMS["solar"]
+    call = form.write([("f", ARGUMENTS)]).replace("call000000", id_)
+    assert id_ in call
+    for size in (1, 7, len(call)):
+        reader = CallReader(("f",), form)
+        parts = [call[start : start + size] for start in range(0, len(call), size)]
+        pieces = [piece for part in parts for piece in reader.feed(part)]
+        pieces += reader.finish(is_cut=False)
+        assert [piece.name for piece in pieces if isinstance(piece, CallBegin)] == ["f"]
+
+
 @pytest.mark.parametrize(
     ("text", "sentence", "calls"),
     [
@@ -264,7 +277,7 @@ def test_beginning_of_a_call_that_the_limit_cut_is_not_text(name: str) -> None:
     if name not in FORMS:
         text, first = f"{BARE}\n{BARE}", BARE
     end = len(first.removesuffix(form.end))
-    name_end = text.index("f") + 1
+    name_end = text.index("f", len(form.opening) if name in FORMS else 0) + 1
     for cut in range(len(text) + 1):
         reader = CallReader(("f", "g-2"), form)
         pieces = [*reader.feed(text[: cut // 2]), *reader.feed(text[cut // 2 : cut])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ import pytest
 from support import family_templates
 from support.byte_tokenizer import CHATML, byte_metadata
 from support.chats import TOOL_CHATS, TOOLS
+from twostroke.core.errors import RequestError
 from twostroke.engine.chat.call_forms import FORMS, HERMES
 from twostroke.engine.chat.capabilities import TemplateCapabilities
 from twostroke.engine.chat.conversation import Chat
+from twostroke.engine.chat.template import ChatTemplate
 from twostroke.model.tokenizer import Tokenizer, from_gguf
 
 CONTROL, USER_DEFINED = 3, 4
@@ -177,6 +180,16 @@ def test_a_form_gets_the_blanks_of_the_template(template: str, form: str, writte
             ),
         ),
         (
+            "GCML",
+            "gcml",
+            (
+                '<｜GCML｜tool_calls>\n<｜GCML｜invoke name="f">\n'
+                '<｜GCML｜parameter name="a" string="true">x</｜GCML｜parameter>\n'
+                '<｜GCML｜parameter name="b" string="false">[1]</｜GCML｜parameter>\n'
+                "</｜GCML｜invoke>\n</｜GCML｜tool_calls>"
+            ),
+        ),
+        (
             "HY3",
             "hy3",
             (
@@ -218,6 +231,51 @@ def test_a_form_gets_the_blanks_of_the_template(template: str, form: str, writte
             "nemotron list",
             '<TOOLCALL>[{"name": "f", "arguments": {"a": "x", "b": [1]}}]</TOOLCALL>',
         ),
+        (
+            "XTML",
+            "xtml",
+            (
+                '<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|>'
+                '<|open|>argument key="a" type="string"<|sep|>x<|close|>argument<|sep|>'
+                '<|open|>argument key="b" type="array"<|sep|>[1]<|close|>argument<|sep|>'
+                "<|close|>call<|sep|><|close|>tools<|sep|>"
+            ),
+        ),
+        (
+            "PARAMS",
+            "params",
+            '<function name="f"><param name="a">x</param><param name="b">[1]</param></function>',
+        ),
+        (
+            "LIST",
+            "list",
+            '<tool_calls>[{"name": "f", "arguments": {"a": "x", "b": [1]}}]</tool_calls>',
+        ),
+        (
+            "LINES",
+            "lines",
+            '<tool_calls>\n{"name": "f", "arguments": {"a": "x", "b": [1]}}\n</tool_calls>',
+        ),
+        ("APERTUS", "apertus", '<|tools_prefix|>[{"f": {"a": "x", "b": [1]}}]<|tools_suffix|>'),
+        ("FUNCTIONS", "functions", '<function=f>{"a": "x", "b": [1]}</function>'),
+        (
+            "FUNCTOOLS",
+            "functools",
+            'functools[{"name": "f", "arguments": {"a": "x", "b": [1]}}]',
+        ),
+        (
+            "GIGACHAT",
+            "gigachat",
+            '<|function_call|>{"name": "f", "arguments": {"a": "x", "b": [1]}}',
+        ),
+        (
+            "GIGACHAT_MESSAGE",
+            "gigachat message",
+            (
+                "<|message_sep|>\n\nfunction call<|role_sep|>\n"
+                '{"name": "f", "arguments": {"a": "x", "b": [1]}}'
+            ),
+        ),
     ],
 )
 def test_each_familys_calls_are_written_as_its_template_does(
@@ -231,8 +289,60 @@ def test_each_familys_calls_are_written_as_its_template_does(
     call = CALL | {"function": {"name": "f", "arguments": '{"a": "x", "b": [1]}'}}
     answer = {"role": "assistant", "content": "", "tool_calls": [call]}
     text = chat.render([USER, answer, result(CALL["id"], "forty")]).text
-    assert written in text
+    written_with_id = written.replace("]}}]", f']}}, "id": "{CALL["id"]}"}}]')
+    assert written in text or (template == "LIST" and written_with_id in text)
     assert "forty" in text
+
+
+def test_solars_form_has_ids_that_the_model_makes_up() -> None:
+    chat = Chat(tokenizer_of(family_templates.SOLAR))
+    assert chat.capabilities.form == FORMS["solar"]
+    assert chat.capabilities.form.write([("f", "{}"), ("g", '{"a": 1}')]) == (
+        "<|tool_calls|><|tool_call:begin|>call000000<|tool_call:name|>f<|tool_call:args|>{}"
+        "<|tool_call:end|><|tool_call:begin|>call000001<|tool_call:name|>g<|tool_call:args|>"
+        '{"a": 1}<|tool_call:end|>'
+    )
+
+
+def test_instructions_in_words_tell_the_form() -> None:
+    capabilities = Chat(tokenizer_of(family_templates.GRANITE_RESPONSES)).capabilities
+    assert capabilities.form == FORMS["granite"]
+    assert capabilities.shows_tools
+    assert not capabilities.writes_calls
+
+
+def test_a_tool_without_description_and_parameters_is_shown_by_every_template() -> None:
+    tool = {"type": "function", "function": {"name": "short_tool"}}
+    for name in ("APERTUS", "FUNCTOOLS", "HERMES", "GLM", "KIMI"):
+        chat = Chat(tokenizer_of(getattr(family_templates, name)))
+        assert chat.capabilities.needs_whole_tools is (name == "APERTUS")
+        text = chat.render([USER], [tool]).text
+        assert "short_tool" in text
+        assert ("parameters" in text) is (name == "APERTUS")
+    described = {"name": "f", "description": "It works.", "parameters": {"type": "object"}}
+    chat = Chat(tokenizer_of(family_templates.APERTUS))
+    text = chat.render([USER], [{"type": "function", "function": described}]).text
+    assert "// It works.object" in text
+
+
+def test_tools_in_the_variable_functions_are_json_and_the_date_is_known() -> None:
+    chat = Chat(tokenizer_of(family_templates.FUNCTOOLS))
+    text = chat.render([USER], TOOLS).text
+    shown, _, date = text.partition("Functions: ")[2].partition(" Today is ")
+    assert json.loads(shown) == [tool["function"] for tool in TOOLS]
+    assert re.match(r"20\d\d-\d\d-\d\d\.", date)
+    assert chat.render([USER]).text.startswith("Functions: [] Today is ")
+
+
+def test_the_variable_functions_is_unset_without_tools() -> None:
+    template = ChatTemplate("{% if functions %}{{ functions }}{% else %}none{% endif %}")
+    user = [{"role": "user", "content": "Hello"}]
+    for tools in (None, []):
+        assert template.render(user, tools=tools).text == "none"
+    assert "get_weather" in template.render(user, tools=TOOLS).text
+    too_odd = [{"type": "function", "function": {"name": "f", "parameters": float("nan")}}]
+    with pytest.raises(RequestError, match="not JSON"):
+        template.render(user, tools=too_odd)
 
 
 def test_ids_with_names_are_made_for_templates_that_show_them() -> None:

@@ -7,6 +7,7 @@ import tracemalloc
 
 import pytest
 
+from support.byte_tokenizer import byte_tokenizer
 from twostroke.core.errors import ModelFormatError, RequestError, TwostrokeError
 from twostroke.engine.chat.sandbox import BudgetError, RenderBudget
 from twostroke.engine.chat.template import ChatTemplate
@@ -48,6 +49,11 @@ TOO_LONG = {
     + LOOP
     + "{% set ns.x = ns.x + [i] %}"
     + END,
+    "a list that its loop adds to": "{% set x = [1] %}{% for i in x %}{% do x.append(i) %}" + END,
+    "a list that grows at its start": "{% set x = [] %}"
+    + LOOP
+    + "{% do x.insert(0, i) %}" * 9
+    + END,
     "a number that doubles": "{% set ns = namespace(x=1) %}"
     + LOOP * 2
     + "{% set ns.x = ns.x + ns.x %}"
@@ -63,6 +69,16 @@ TOO_BIG = {
     + "{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}"
     + END,
     "lists that double": GROW + "{% set ns.x = [ns.x, ns.x] %}" + END + "{{ ns.x }}",
+    "lists that double in place": "{% set x = ['a'] %}{% for i in range(99) %}"
+    "{% do x.extend(x) %}" + END,
+    "a list inside that grows later": "{% set x = [] %}{% set ns = namespace(y=x) %}"
+    "{% for i in range(12) %}{% set ns.y = [ns.y, ns.y] %}{% endfor %}"
+    "{% do x.append('a' * 9999) %}{{ ns.y }}",
+    **{
+        f"views of {method}": "{% set d = {'a' * 50000: 'a' * 50000} %}"
+        f"{{{{ [d.{method}()] * 900 }}}}"
+        for method in ("keys", "values", "items")
+    },
     "tuples that double": GROW + "{% set ns.x = (ns.x, ns.x) %}" + END + "{{ ns.x }}",
     "dictionaries that double": GROW
     + "{% set ns.x = {'a': ns.x, 'b': ns.x} %}"
@@ -116,9 +132,13 @@ REFUSED = {
     "globals of a function": "{{ cycler.__init__.__globals__ }}",
     "globals by format": "{{ '{0.__class__.__init__.__globals__}'.format(cycler) }}",
     "globals by map": "{{ [cycler] | map(attribute='__init__.__globals__') | list }}",
-    "changing a message": "{{ messages[0].update({'a': 1}) }}",
     "changing by the type": "{{ dict.update(messages[0], {'a': 1}) }}",
-    "changing a list": "{{ messages.append(1) }}",
+    "a sort with a key": "{{ [10**6].sort(key='x'.ljust) }}",
+    "lists that take themselves": "{% set x = ['a'] %}{% for i in range(99) %}"
+    "{% do x.append(x) %}" + END,
+    "dictionaries that take themselves": "{% set x = {} %}{% for i in range(99) %}"
+    "{% do x.update({i: x}) %}" + END,
+    "a list in itself": "{% set x = [] %}{% do x.append(x) %}{{ x | tojson }}",
     "files": "{% include '/etc/passwd' %}",
     "modules": "{% import 'os' as os %}",
     "lorem ipsum": "{{ lipsum(99999) }}",
@@ -251,6 +271,56 @@ def test_one_template_renders_in_many_threads_at_once() -> None:
 )
 def test_filters_and_statements_of_published_templates_work(source: str, expected: str) -> None:
     assert _render(source) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{% set x = [2] %}{% set _ = x.append(3) %}{{ x }}{{ x.pop(0) }}{{ x }}", "[2, 3]2[3]"),
+        (
+            "{% set x = [1] %}{% do x.extend((2, 3)) %}{% do x.insert(0, 0) %}{{ x }}",
+            "[0, 1, 2, 3]",
+        ),
+        ("{% set x = [1, 2] %}{% do x.reverse() %}{% do x.remove(1) %}{{ x }}", "[2]"),
+        (
+            "{% set x = {'a': 1} %}{% do x.update({'b': 2}, c=3) %}{{ x }}",
+            "{'a': 1, 'b': 2, 'c': 3}",
+        ),
+        ("{% set x = [1] %}{% for i in x %}{% do x.extend(loop) %}{% endfor %}{{ x[0] }}", "1"),
+        ("{% set x = {} %}{{ x.setdefault('a', 4) }}{{ x.pop('a') }}{{ x }}", "44{}"),
+        (
+            (
+                "{% set ns = namespace(ids=[]) %}{% for i in [1, 2] %}{% do ns.ids.append(i) %}"
+                "{% endfor %}{{ ns.ids }}{% do ns.ids.clear() %}{{ ns.ids }}"
+            ),
+            "[1, 2][]",
+        ),
+    ],
+)
+def test_templates_may_change_their_lists_and_dictionaries(source: str, expected: str) -> None:
+    template = ChatTemplate(source, budget=TIGHT)
+    assert [template.render(HI).text for _ in range(2)] == [expected] * 2
+
+
+def test_what_a_template_changes_is_its_own_copy() -> None:
+    template = ChatTemplate(
+        "{% do messages.append(messages[0]) %}{% do messages[0].update({'content': 'changed'}) %}"
+        "{% do tools[0].function.clear() %}{% do listed.append(1) %}{{ messages }}{{ listed }}"
+    )
+    chat = [{"role": "user", "content": "Hi"}]
+    tools, listed = [{"function": {"name": "f"}}], [0]
+    texts = [template.render(chat, tools=tools, listed=listed).text for _ in range(2)]
+    assert texts[0] == texts[1]
+    assert texts[0].count("changed") == 2
+    assert (chat, tools, listed) == (HI, [{"function": {"name": "f"}}], [0])
+
+
+def test_special_tokens_that_a_template_changes_are_its_own_copy() -> None:
+    tokenizer = byte_tokenizer(odd=(("<x>", 3),))
+    tokenizer.additional_texts = ("<x>",)
+    source = "{{ additional_special_tokens | length }}{% do additional_special_tokens.append('') %}"
+    template = ChatTemplate(source, tokenizer)
+    assert [template.render(HI).text for _ in range(2)] == ["1", "1"]
 
 
 @pytest.mark.parametrize(

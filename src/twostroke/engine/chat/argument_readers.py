@@ -11,6 +11,8 @@ import regex
 from twostroke.engine.chat.literal_reader import LiteralReader
 from twostroke.engine.structured_output.notations import (
     BLANKS,
+    CDATA,
+    TYPE,
     JsonNotation,
     TagNotation,
     to_json_literal,
@@ -166,6 +168,7 @@ class _TagValue:
         self._lead = notation.lead
         self._trail = notation.trail
         self._mark = notation.closing_mark
+        self._may_be_cdata = notation.has_cdata
         self._is_text = types == STRING_ONLY
         self._literal_types = types - STRING_ONLY if "string" in types else ALL_TYPES
         self._brackets = "".join(
@@ -186,6 +189,15 @@ class _TagValue:
                 return offset, False
             offset += len(self._lead) if begin == self._lead else 0
             self._lead = ""
+        if self._may_be_cdata:
+            begin = text[offset : offset + len(CDATA[0])]
+            if begin != CDATA[0] and CDATA[0].startswith(begin):
+                return offset, False
+            self._may_be_cdata = False
+            if begin == CDATA[0]:
+                offset += len(begin)
+                self._mark, self._trail = CDATA[1] + self._mark, ""
+                self._literal_types, self._brackets = frozenset(), ""
         offset = self._read_json(text, offset)
         end = text.find(self._mark, offset)
         if end < 0:
@@ -232,6 +244,7 @@ def _argument_pattern(notation: TagNotation) -> regex.Pattern[str]:
     key_end = _with_loose_blanks(notation.key_end.rstrip(BLANKS))
     if notation.other_key_end:
         other = _with_loose_blanks(notation.other_key_end.rstrip(BLANKS))
+        other = other.replace(regex.escape(TYPE), r"\w++")  # models also write `integer`
         key_end = f"(?:(?<string>{key_end})|{other})"
     return regex.compile(
         rf"\s*+{_with_loose_blanks(notation.key_begin)}"

@@ -13,6 +13,7 @@ from twostroke.core.frozen import Frozen
 from twostroke.engine.chat import harmony
 from twostroke.engine.structured_output.notations import (
     JSON,
+    TYPE,
     JsonNotation,
     LiteralNotation,
     Notation,
@@ -25,7 +26,12 @@ if TYPE_CHECKING:
     from twostroke.model.tokenizer import Tokenizer
 
 
-INDEX: Final = "\0"  # stands for the number of a call
+# Characters that stand for the number of a call, from 0 or from 1, and for its id.
+INDEX: Final = "\0"
+NUMBER: Final = "\1"
+ID: Final = "\2"
+# With patterns of their characters.
+PLACEHOLDERS: Final = {INDEX: r"\d", NUMBER: r"\d", ID: r"[\w.:\-]"}
 
 
 class Unmarked(Enum):
@@ -48,8 +54,7 @@ class CallForm(Frozen, kw_only=True):
     Attributes:
         mark: the first text of calls; `begin` or `head` starts with it.
         begin: the text before the first call.
-        head: the text before the name of a call. `INDEX` in it, or in `middle`, stands for the
-            number of the call.
+        head: the text before the name of a call. It and `middle` may have one of `PLACEHOLDERS`.
         name_prefix: the text before a function's name that belongs to the name.
         id_mark: the text between the name and an id, if the form has ids.
         middle: the text before the arguments.
@@ -61,6 +66,7 @@ class CallForm(Frozen, kw_only=True):
         is_bare: whether calls are written without `mark`, as the whole answer.
         loose_begin: the end of `head`, if models write it without the text before.
         marks: other texts of the form that a vocabulary may have as special tokens.
+        described_as: words by which the instructions of a prompt may describe the form.
         has_own_tokens: whether only models with this form have all these tokens.
         has_channels: whether a call is a message in a channel (`harmony.py`).
     """
@@ -79,6 +85,7 @@ class CallForm(Frozen, kw_only=True):
     is_bare: bool = False
     loose_begin: str = ""
     marks: tuple[str, ...] = ()
+    described_as: str = ""
     has_own_tokens: bool = False
     has_channels: bool = False
 
@@ -110,7 +117,7 @@ class CallForm(Frozen, kw_only=True):
         """Write tool calls in this form, from their names and the JSON of their arguments."""
         written = []
         for index, (name, arguments) in enumerate(calls):
-            head, middle = (text.replace(INDEX, str(index)) for text in (self.head, self.middle))
+            head, middle = (_with_number(text, index) for text in (self.head, self.middle))
             values = self._arguments(arguments)
             written.append(f"{head}{self.name(name)}{middle}{values}{self.tail}")
         return f"{self.begin}{self.between.join(written)}{self.end}"
@@ -132,7 +139,7 @@ class CallForm(Frozen, kw_only=True):
     def fitted(
         self, prompt: str, answer: str, after: str, arguments: Mapping[str, str]
     ) -> CallForm | None:
-        """Return this form with the blanks of a chat template; None if the template has another.
+        """Return this form with the white space of a chat template; None if it has another form.
 
         Used to find the form that a chat template writes, from a test conversation that ends with
         a call.
@@ -178,10 +185,13 @@ class CallForm(Frozen, kw_only=True):
         if self.is_bare:
             return False
         prompt = _without_blanks(text)
+        if self.described_as and _without_blanks(self.described_as) in prompt:
+            return True
         parts = [self.opening]
         if isinstance(self.notation, TagNotation):
             parts.append(self.notation.key_begin)
-        return all(_without_blanks(part) in prompt for part in parts)
+        patterns = (_any_index(_without_blanks(part)) for part in parts)
+        return all(re.search(pattern, prompt) for pattern in patterns)
 
 
 HERMES: Final = CallForm(
@@ -199,7 +209,13 @@ _MISTRAL: Final = CallForm(
     is_quoted=False,
     marks=("[ARGS]",),
 )
-_GRANITE: Final = CallForm(mark="<|tool_call|>", begin="<|tool_call|>[", between=", ", end="]")
+_GRANITE: Final = CallForm(
+    mark="<|tool_call|>",
+    begin="<|tool_call|>[",
+    between=", ",
+    end="]",
+    described_as="<|tool_call|> followed by a JSON list",  # of Granite 3.3
+)
 _DEEPSEEK: Final = CallForm(
     mark="<｜tool▁calls▁begin｜>",
     begin="<｜tool▁calls▁begin｜>",
@@ -254,22 +270,28 @@ _INVOKE: Final = CallForm(  # MiniMax M2
     is_quoted=False,
     marks=("</minimax:tool_call>",),
 )
-_DSML: Final = replace(  # DeepSeek V3.2
-    _INVOKE,
-    mark="<｜DSML｜function_calls>",
-    begin="<｜DSML｜function_calls>\n",
-    head='<｜DSML｜invoke name="',
-    notation=TagNotation(
-        '<｜DSML｜parameter name="',
-        '" string="true">',
-        "</｜DSML｜parameter>\n",
-        other_key_end='" string="false">',
-        special_texts=("｜DSML｜",),
-    ),
-    tail="</｜DSML｜invoke>\n",
-    end="</｜DSML｜function_calls>",
-    marks=(),
-)
+
+
+def _dsml(prefix: str, element: str) -> CallForm:
+    """Return a form of invoke elements that says of each value whether it is a string."""
+    return replace(
+        _INVOKE,
+        mark=f"<{prefix}{element}>",
+        begin=f"<{prefix}{element}>\n",
+        head=f'<{prefix}invoke name="',
+        notation=TagNotation(
+            f'<{prefix}parameter name="',
+            '" string="true">',
+            f"</{prefix}parameter>\n",
+            other_key_end='" string="false">',
+            special_texts=(prefix,),
+        ),
+        tail=f"</{prefix}invoke>\n",
+        end=f"</{prefix}{element}>",
+        marks=(),
+    )
+
+
 _KIMI: Final = CallForm(
     mark="<|tool_calls_section_begin|>",
     begin="<|tool_calls_section_begin|>",
@@ -383,7 +405,13 @@ FORMS: Final[dict[str, CallForm]] = {
     "mistral list": CallForm(mark="[TOOL_CALLS]", begin="[TOOL_CALLS] [", between=", ", end="]"),
     "mistral with ids": replace(_MISTRAL, id_mark="[CALL_ID]"),
     "mistral": _MISTRAL,
-    "phi": replace(_GRANITE, end="]<|/tool_call|>", marks=("<|/tool_call|>",), has_own_tokens=True),
+    "phi": replace(
+        _GRANITE,
+        end="]<|/tool_call|>",
+        marks=("<|/tool_call|>",),
+        described_as="",
+        has_own_tokens=True,
+    ),
     "phi without lists": CallForm(
         mark="<|tool_call|>",
         head='<|tool_call|>{"name": ',
@@ -413,13 +441,9 @@ FORMS: Final[dict[str, CallForm]] = {
     "pairs in a list": _pairs_in_list(""),
     "hy3": _pairs_in_list(":opensource"),
     "invoke": _INVOKE,
-    "dsml": _DSML,
-    "dsml tools": replace(
-        _DSML,
-        mark="<｜DSML｜tool_calls>",
-        begin="<｜DSML｜tool_calls>\n",
-        end="</｜DSML｜tool_calls>",
-    ),
+    "dsml": _dsml("｜DSML｜", "function_calls"),  # DeepSeek V3.2
+    "dsml tools": _dsml("｜DSML｜", "tool_calls"),  # DeepSeek V4
+    "gcml": _dsml("｜GCML｜", "tool_calls"),  # GigaChat 3.5
     "atem": replace(  # Muse Glimmer
         _INVOKE,
         mark="<atem:function_calls>",
@@ -449,18 +473,110 @@ FORMS: Final[dict[str, CallForm]] = {
         marks=(),
         has_own_tokens=False,
     ),
+    "params": CallForm(  # MiniCPM5
+        mark='<function name="',
+        head='<function name="',
+        middle='">',
+        notation=TagNotation(
+            '<param name="',
+            '">',
+            "</param>",
+            has_cdata=True,
+            special_texts=("<param", "</param>"),
+        ),
+        tail="</function>",
+        is_quoted=False,
+        marks=("<function", "</function>"),
+    ),
+    "xtml": CallForm(  # Kimi K3
+        mark="<|open|>tools<|sep|>",
+        begin="<|open|>tools<|sep|>",
+        head='<|open|>call tool="',
+        middle=f'" index="{NUMBER}"<|sep|>',
+        notation=TagNotation(
+            '<|open|>argument key="',
+            '" type="string"<|sep|>',
+            "<|close|>argument<|sep|>",
+            other_key_end=f'" type="{TYPE}"<|sep|>',
+            special_texts=("<|open|>", "<|sep|>", "<|close|>"),
+        ),
+        tail="<|close|>call<|sep|>",
+        between="",
+        end="<|close|>tools<|sep|>",
+        is_quoted=False,
+    ),
     "gemma": _GEMMA,
     "kimi": _KIMI,
     "cohere": _COHERE,
     "nemotron list": CallForm(
         mark="<TOOLCALL>", begin="<TOOLCALL>[", between=", ", end="]</TOOLCALL>"
     ),
+    "list": CallForm(  # Apriel
+        mark="<tool_calls>",
+        begin="<tool_calls>[",
+        between=", ",
+        end="]</tool_calls>",
+        marks=("</tool_calls>",),
+    ),
+    "lines": CallForm(  # MiniMax M1
+        mark="<tool_calls>",
+        begin="<tool_calls>\n",
+        end="\n</tool_calls>",
+        marks=("</tool_calls>",),
+    ),
+    "apertus": CallForm(
+        mark="<|tools_prefix|>",
+        begin="<|tools_prefix|>[",
+        head="{",
+        middle=": ",
+        between=", ",
+        end="]<|tools_suffix|>",
+        marks=("<|tools_suffix|>",),
+        has_own_tokens=True,
+    ),
+    "functions": CallForm(  # functionary 3.1
+        mark="<function=",
+        head="<function=",
+        middle=">",
+        tail="</function>",
+        between="",
+        is_quoted=False,
+    ),
+    "solar": CallForm(
+        mark="<|tool_calls|>",
+        begin="<|tool_calls|>",
+        head=f"<|tool_call:begin|>{ID}<|tool_call:name|>",
+        middle="<|tool_call:args|>",
+        tail="<|tool_call:end|>",
+        between="",
+        is_quoted=False,
+        marks=(
+            "<|tool_call:begin|>",
+            "<|tool_call:name|>",
+            "<|tool_call:args|>",
+            "<|tool_call:end|>",
+        ),
+        has_own_tokens=True,
+    ),
+    "functools": CallForm(mark="functools[", begin="functools[", between=", ", end="]"),
+    "gigachat": CallForm(
+        mark="<|function_call|>",
+        head='<|function_call|>{"name": ',
+        between="",
+        has_own_tokens=True,
+    ),
+    "gigachat message": CallForm(  # GigaChat 3.0
+        mark="<|message_sep|>",
+        head='<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": ',
+        between="",
+        marks=("<|role_sep|>",),
+    ),
     "llama": CallForm(mark="<|python_tag|>", middle=', "parameters": ', between="; ", is_bare=True),
 }
 
 
 def _fit(form: CallForm, before: str, after: str, arguments: Mapping[str, str]) -> CallForm | None:
-    """Return a form of tags with the blanks that a rendered call has; None if it does not fit.
+    """Return a form of tags, fitted to a rendered call's white space; None if it does not fit.
 
     The call has one argument. Blanks in the form may be other blanks, or missing.
     """
@@ -489,6 +605,8 @@ def _fit(form: CallForm, before: str, after: str, arguments: Mapping[str, str]) 
     if opening is None or closing is None:
         return None
     fitted_parts = {**opening.groupdict(), **closing.groupdict()}
+    if not PLACEHOLDERS.keys().isdisjoint(form.middle):
+        fitted_parts["middle"] = form.middle
     keys = {part: fitted_parts[part] for part in ("key_begin", "key_end", "value_end")}
     frame = {part: fitted_parts[part] for part in parts if part not in keys}
     return replace(form, **frame, notation=replace(notation, **keys))
@@ -497,9 +615,9 @@ def _fit(form: CallForm, before: str, after: str, arguments: Mapping[str, str]) 
 def _fit_literals(
     form: CallForm, notation: LiteralNotation, before: str, after: str, arguments: Mapping[str, str]
 ) -> CallForm | None:
-    """Return a form of literals with the blanks and the quotes that a rendered call has.
+    """Return a form of literals, fitted to the white space and quotes of a rendered call.
 
-    None if the call is in another form. The call has one argument.
+    None if the rendered call, which has one argument, is in another form.
     """
     [(name, value)] = arguments.items()
     frame = ("begin", "head", "middle", "tail", "end")
@@ -527,16 +645,25 @@ def _blank_pattern(name: str, text: str) -> str:
 
     Blanks between two parts belong to the first.
     """
-    words = r"\s*".join(map(re.escape, text.split()))
+    words = r"\s*".join(map(_any_index, text.split()))
     before = r"\s*" if name == "value_end" else ""
     has_blanks_after = name in {"middle", "key_end", "value_end"} or (name == "begin" and text)
     after = r"\s*" if has_blanks_after else ""
     return f"(?P<{name}>{before}{words}{after})"
 
 
+def _with_number(text: str, index: int) -> str:
+    """Return a text with the number or the id of a call in place of a placeholder."""
+    text = text.replace(INDEX, str(index)).replace(NUMBER, str(index + 1))
+    return text.replace(ID, f"call{index:06}")
+
+
 def _any_index(text: str) -> str:
-    """Return a regular expression of a text in which `INDEX` is any number."""
-    return r"\d+".join(map(re.escape, text.split(INDEX)))
+    """Return a regular expression of a text in which placeholders are any numbers or ids."""
+    pattern = re.escape(text)
+    for placeholder, character in PLACEHOLDERS.items():
+        pattern = pattern.replace(re.escape(placeholder), f"{character}+")
+    return pattern
 
 
 def _without_blanks(text: str) -> str:

@@ -10,7 +10,7 @@ import regex
 
 from twostroke.core.frozen import Frozen
 from twostroke.engine.chat.argument_readers import MAX_HELD_CHARS, JsonReader, reader_of
-from twostroke.engine.chat.call_forms import HERMES, INDEX, Unmarked
+from twostroke.engine.chat.call_forms import HERMES, INDEX, PLACEHOLDERS, Unmarked
 from twostroke.engine.structured_output.notations import TagNotation
 from twostroke.model.tokenizer.preface import partial_match_length
 
@@ -301,13 +301,14 @@ class CallReader:
 
         Returns False to wait for more text.
         """
-        match, is_open = self._match(self._patterns.end)
-        if is_open:
-            return False
-        if match:
-            self._offset = match.end()
-            self._leave()
-            return True
+        if self._form.end:
+            match, is_open = self._match(self._patterns.end)
+            if is_open:
+                return False
+            if match:
+                self._offset = match.end()
+                self._leave()
+                return True
         return self._name(self._patterns.next_call, pieces)
 
     def _name(self, pattern: regex.Pattern[str], pieces: list[Piece]) -> bool:
@@ -487,9 +488,10 @@ def _loose_pattern(text: str) -> str:
     Any blanks may stand between its words and signs, and a brace may be doubled, but not as the
     last sign: the pattern would match before the second brace has arrived.
     """
-    if INDEX in text:
-        before, _, after = text.partition(INDEX)
-        return rf"{_loose_pattern(before)}\s*+\d++{_loose_pattern(after)}"
+    for placeholder, character in PLACEHOLDERS.items():
+        if placeholder in text:
+            before, _, after = text.partition(placeholder)
+            return rf"{_loose_pattern(before)}\s*+{character}++{_loose_pattern(after)}"
     *signs, last = [part for part in _TOKENS.findall(text) if not part.isspace()] or [""]
     before = "".join(rf"\s*+{regex.escape(sign)}{_DOUBLED.get(sign, '')}" for sign in signs)
     return before + (rf"\s*+{regex.escape(last)}" if last else "")

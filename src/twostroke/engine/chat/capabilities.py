@@ -35,6 +35,7 @@ _TOOL_SCHEMA: Final[dict[str, Any]] = {
         "parameters": {"type": "object", "properties": {"x": {"type": "string"}}},
     },
 }
+_SHORT_TOOL: Final[dict[str, Any]] = {"type": "function", "function": {"name": _TOOL}}
 
 
 class TemplateCapabilities(Frozen):
@@ -46,6 +47,7 @@ class TemplateCapabilities(Frozen):
     Attributes:
         form: how the model writes calls.
         shows_tools: whether the prompt has the tools of the variable `tools`.
+        needs_whole_tools: whether the template fails on a tool without description or parameters.
         shows_tools_of_system: whether the prompt has the tools of the system message's `tools`.
         writes_calls: whether the prompt has the calls of earlier answers.
         writes_results: whether the prompt has messages of the role tool.
@@ -60,6 +62,7 @@ class TemplateCapabilities(Frozen):
 
     form: CallForm = HERMES
     shows_tools: bool = False
+    needs_whole_tools: bool = False
     shows_tools_of_system: bool = False
     writes_calls: bool = False
     writes_results: bool = False
@@ -76,18 +79,21 @@ def find_capabilities(template: ChatTemplate, tokenizer: Tokenizer) -> TemplateC
     probe = _Probe(template)
     rendered = probe.render([_USER])
     shows_tools = _TOOL in rendered
+    needs_whole_tools = shows_tools and _TOOL not in probe.render([_USER], tool=_SHORT_TOOL)
     for call_id, content, is_text in product(_CALL_IDS, ("", None), (False, True)):
         probe = _Probe(template, call_id, content, is_text=is_text)
         if form := probe.find_form():
             break
     else:
-        return _without_calls(probe, rendered, tokenizer)
+        without_calls = _without_calls(probe, rendered, tokenizer)
+        return replace(without_calls, needs_whole_tools=needs_whole_tools)
     null_probe = replace(probe, content=None)
     if null_probe.find_form() and null_probe.size() < probe.size():  # an empty text makes a turn
         probe = null_probe
     return TemplateCapabilities(
         form,
         shows_tools=shows_tools,
+        needs_whole_tools=needs_whole_tools,
         writes_calls=True,
         writes_results=probe.writes_results(),
         takes_several=probe.takes_several(),
@@ -134,13 +140,19 @@ class _Probe(Frozen):
     content: str | None = ""
     is_text: bool = False
 
-    def render(self, messages: Sequence[dict[str, Any]], *, has_tools: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        has_tools: bool = True,
+        tool: dict[str, Any] = _TOOL_SCHEMA,
+    ) -> str:
         """Return a test conversation as the template renders it; empty if it is refused."""
         try:
             return self.template.render(
                 messages,
                 add_generation_prompt=False,
-                tools=[_TOOL_SCHEMA] if has_tools else None,
+                tools=[tool] if has_tools else None,
                 has_text_arguments=self.is_text,
             ).text
         except TwostrokeError:

@@ -13,7 +13,8 @@ from twostroke.core.constraint import ReasoningSection
 from twostroke.core.errors import ModelFormatError, RequestError, TwostrokeError
 from twostroke.core.frozen import Frozen
 from twostroke.engine.chat.capabilities import find_capabilities
-from twostroke.engine.chat.harmony import BEGIN_OF_ANSWER, MARKS, with_one_analysis
+from twostroke.engine.chat.content_marks import find_content_marks
+from twostroke.engine.chat.harmony import BEGIN_OF_ANSWER, MARKS, is_harmony, with_one_analysis
 from twostroke.engine.chat.messages import (
     RefusedByTemplateError,
     check_are_messages,
@@ -25,6 +26,7 @@ from twostroke.engine.chat.reasoning import (
     close_reasoning,
     find_marks,
     find_opened_marks,
+    find_written_marks,
     is_switched_off,
     preface_of,
     supported_part,
@@ -33,7 +35,7 @@ from twostroke.engine.chat.reasoning import (
     with_reasoning,
 )
 from twostroke.engine.chat.template import DEFAULT, FOR_TOOLS, find_source
-from twostroke.engine.chat.tool_prompt import fit_to_template
+from twostroke.engine.chat.tool_prompt import fit_to_template, fitted_tools
 from twostroke.engine.chat.tools import ToolForm
 from twostroke.engine.chat.turn_order import (
     ALTERNATING,
@@ -51,11 +53,15 @@ if TYPE_CHECKING:
     from twostroke.core.constraint import Constraint
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.chat.capabilities import TemplateCapabilities
+    from twostroke.engine.chat.content_marks import ContentMarks
     from twostroke.engine.chat.reasoning import ReasoningMarks, Thinking
     from twostroke.engine.chat.template import ChatTemplate
     from twostroke.engine.chat.tools import Tools
     from twostroke.engine.chat.turn_order import TurnOrder
     from twostroke.model.tokenizer import Prompt, Tokenizer
+
+_TEXT = "tried text"  # of the answer in a test conversation
+_REASONING = "tried reasoning"
 
 
 class PreparedChat(Frozen):
@@ -65,6 +71,7 @@ class PreparedChat(Frozen):
         prompt: the rendered prompt.
         preface: the reasoning section that may come before the answer.
         section_after_calls: further reasoning that may follow a call in the answer.
+        content_marks: the texts around the text of the answer, if the model writes such marks.
         calls: the tools that may be called, and the form of calls.
         tokenizer: the model's tokenizer.
         continues: whether the answer continues text at the end of the prompt.
@@ -77,6 +84,7 @@ class PreparedChat(Frozen):
     tokenizer: Tokenizer
     continues: bool = False
     section_after_calls: ReasoningSection | None = None
+    content_marks: ContentMarks | None = None
     has_channels: bool = False
 
     def constrained(self, params: SamplingParams) -> SamplingParams:
@@ -97,6 +105,8 @@ class PreparedChat(Frozen):
             later = self.section_after_calls or self.preface
             marks = (later.begin, later.end, *marks)
             constraint = constraint and constraint.after(self.preface)
+        if self.content_marks is not None:
+            marks = (*self.content_marks.texts, *marks)
         if not marks:
             return params
         shown_ids = frozenset(special_marks(marks, self.tokenizer).values())
@@ -118,7 +128,9 @@ class PreparedChat(Frozen):
         Without `splits_reasoning`, reasoning stays in the text.
         """
         reading = AnswerFormat(
-            has_channels=self.has_channels, continues_text=self.has_channels and self.continues
+            content_marks=self.content_marks,
+            has_channels=self.has_channels,
+            continues_text=self.has_channels and self.continues,
         )
         if splits_reasoning:
             reading = replace(
@@ -164,7 +176,34 @@ class ProbedTemplate:
             text = self.template.render(self._in_parts(user), tools=self._without_tools).text
         except TwostrokeError:
             text = ""
-        return find_opened_marks(text, self.template) or find_marks(self.template, self._tokenizer)
+        opened_marks = find_opened_marks(text, self.template)
+        if opened_marks is not None or is_harmony(self.template.source, self._tokenizer):
+            return opened_marks or find_marks(self.template, self._tokenizer)
+        before, _, after = self._answered.partition(_REASONING)
+        written_marks = find_written_marks(before, after, self.template)
+        return written_marks or find_marks(self.template, self._tokenizer)
+
+    @cached_property
+    def content_marks(self) -> ContentMarks | None:
+        """The texts around the text of the model's answers; None without such marks."""
+        before = self._answered.partition(_TEXT)[0]
+        return find_content_marks(self.template, before, self._tokenizer)
+
+    @cached_property
+    def _answered(self) -> str:
+        """A rendered test conversation, whose answer has reasoning; empty if it is refused."""
+        messages = [
+            {"role": "user", "content": "Hello"},
+            {"role": "assistant", "content": _TEXT, "reasoning_content": _REASONING},
+        ]
+        try:
+            return self.template.render(
+                with_reasoning(self._in_parts(messages), self.template.keys),
+                add_generation_prompt=False,
+                tools=self._without_tools,
+            ).text
+        except TwostrokeError:
+            return ""
 
     @cached_property
     def turn_order(self) -> TurnOrder:
@@ -240,7 +279,8 @@ class ProbedTemplate:
             checked = with_system_role(checked)
         if has_tools:
             checked = fit_to_template(checked, tools, self.capabilities)
-            tools_to_show = [*tools] if tools and self.capabilities.shows_tools else tools_to_show
+            if tools and self.capabilities.shows_tools:
+                tools_to_show = fitted_tools(tools, self.capabilities)
         if self.marks is not None and self.marks.has_channels:
             checked = with_one_analysis(checked)
         for message in checked:
@@ -419,6 +459,14 @@ class Chat:
             and not has_channels
         ):
             later = ReasoningSection(probed.marks.begin, probed.marks.end)
+        content_marks = probed.content_marks
+        if content_marks is not None:
+            content_marks = content_marks.after(
+                prompt.text,
+                continued,
+                preface=preface,
+                reasoning_end="" if probed.marks is None else probed.marks.end,
+            )
         if tools is not None:
             form = probed.capabilities.form
             calls = ToolForm(
@@ -427,6 +475,7 @@ class Chat:
                 tokenizer=self._tokenizer,
                 preface=preface,
                 section_after_calls=later,
+                content_marks=content_marks,
                 answer=answer,
                 has_result=has_result,
             )
@@ -437,6 +486,7 @@ class Chat:
             self._tokenizer,
             continues=bool(continued),
             section_after_calls=later,
+            content_marks=content_marks,
             has_channels=has_channels,
         )
 

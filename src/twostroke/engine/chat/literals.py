@@ -203,6 +203,13 @@ def names_text(tree: nodes.Template, text: str) -> bool:
     return any(node.value == text for node in tree.find_all(nodes.Const))
 
 
+def read_texts(tree: nodes.Template) -> tuple[str, ...]:
+    """Return all literal texts of a chat template."""
+    texts = [node.data for node in tree.find_all(nodes.TemplateData)]
+    texts += [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
+    return tuple(texts)
+
+
 def read_keys(tree: nodes.Template) -> frozenset[str]:
     """Return the keys that a chat template looks up in objects such as messages."""
     keys = [_key(node) for node in tree.find_all((nodes.Getattr, nodes.Getitem))]

@@ -20,6 +20,7 @@ from twostroke.engine.chat.call_reader import (
     TextPiece,
 )
 from twostroke.engine.chat.channel_reader import ChannelReader
+from twostroke.engine.chat.content_marks import ContentReader
 from twostroke.model.tokenizer.preface import ReasoningSplitter, ReasoningTokenCounter, SegmentKind
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from twostroke.core.constraint import ReasoningSection
     from twostroke.engine.chat.call_forms import CallForm
     from twostroke.engine.chat.call_reader import Piece
+    from twostroke.engine.chat.content_marks import ContentMarks
     from twostroke.model.tokenizer import Tokenizer
 
 
@@ -63,6 +65,7 @@ class AnswerFormat(Frozen):
         customs: functions whose only argument is read as text.
         preface: the reasoning section, if it is separated from the answer.
         section_after_calls: further reasoning that may follow a call, if reasoning is separated.
+        content_marks: the texts around the text of an answer, if the model writes such marks.
         has_channels: whether answers are messages in channels (harmony).
         continues_text: whether an answer in channels begins within the text of a message.
     """
@@ -76,13 +79,14 @@ class AnswerFormat(Frozen):
     customs: frozenset[str] = frozenset()
     preface: ReasoningSection | None = None
     section_after_calls: ReasoningSection | None = None
+    content_marks: ContentMarks | None = None
     has_channels: bool = False
     continues_text: bool = False
 
     @property
     def is_plain(self) -> bool:
         """Whether answers have only text, without reasoning and tool calls to separate."""
-        return not (self.functions or self.preface or self.has_channels)
+        return not (self.functions or self.preface or self.content_marks or self.has_channels)
 
     def reader(self, tokenizer: Tokenizer) -> AnswerReader:
         """Return a reader that separates the parts of one answer."""
@@ -119,6 +123,8 @@ class AnswerReader:
         self._customs = reading.customs
         self._free_text: FreeTextReader | None = None  # of the newest call
         self._cutter = ReasoningSplitter(preface) if preface and not reading.has_channels else None
+        marks = reading.content_marks
+        self._content = None if marks is None else ContentReader(marks)
         self._counter = ReasoningTokenCounter(preface, tokenizer) if preface else None
         self._reasoning = BlankTrimmer(skips_first=True)
         self._is_after_preface = False  # with only blanks since the end of the reasoning
@@ -168,6 +174,8 @@ class AnswerReader:
         If the answer `is_cut` (by its token limit or a stop string), an incomplete call is dropped.
         """
         pieces = [] if self._cutter is None else self._pieces_of(self._cutter.finish())
+        if self._content is not None:
+            pieces += self._after_content(self._content.finish(is_cut=is_cut))
         rest = self._calls.finish(is_cut=is_cut) if self._calls else []
         pieces += self._with_free_text(self._with_later_reasoning(rest))
         return pieces + self._end_later_text()
@@ -189,6 +197,10 @@ class AnswerReader:
         if self._is_after_preface:
             text = text.lstrip()
             self._is_after_preface = not text
+        return self._after_content(text if self._content is None else self._content.feed(text))
+
+    def _after_content(self, text: str) -> list[Piece]:
+        """Split text without the marks around it into pieces of text and of tool calls."""
         if self._calls is not None:
             return self._with_free_text(self._with_later_reasoning(self._calls.feed(text)))
         return [TextPiece(text)] if text else []

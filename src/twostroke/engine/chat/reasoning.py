@@ -49,6 +49,10 @@ _PAIRS: Final = (
     ("<seed:think>", "</seed:think>"),
     ("◁think▷", "◁/think▷"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
+    ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),  # Kimi K3
+    ("<|think|>", "<|end|><|begin|>assistant"),  # Solar
+    ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),  # Apriel
 )
 # Keys under which templates look for the reasoning of an earlier answer. Requests use the first.
 _KEYS: Final = ("reasoning_content", "reasoning", "thinking", "tool_plan")
@@ -77,6 +81,11 @@ class ReasoningMarks(Frozen):
     closing: str = ""
     has_two_efforts: bool = False
     has_channels: bool = False
+
+    @property
+    def begins_turn(self) -> bool:
+        """Whether `end` begins the model's next message, as every prompt ends (Solar)."""
+        return self.end.endswith("assistant")
 
 
 class Thinking(Frozen):
@@ -137,6 +146,17 @@ def find_opened_marks(text: str, template: ChatTemplate) -> ReasoningMarks | Non
     return None
 
 
+def find_written_marks(before: str, after: str, template: ChatTemplate) -> ReasoningMarks | None:
+    """Return the marks around the reasoning of a rendered answer; None if it has none.
+
+    `before` and `after` are the texts around the reasoning in a prompt that `template` made.
+    """
+    for begin, end in _PAIRS:
+        if before.rstrip().endswith(begin) and after.lstrip().startswith(end):
+            return _marks_in(template, begin, end)
+    return None
+
+
 def _marks_in(template: ChatTemplate, begin: str, end: str) -> ReasoningMarks:
     """Return the marks `begin` and `end` of a chat template, with what its source shows of them.
 
@@ -172,7 +192,8 @@ def preface_of(marks: ReasoningMarks, prompt: Prompt, continued: str) -> Reasoni
         _, opened, since = continued.rpartition(marks.begin)
         return inside if opened and marks.end not in since else None
     text = prompt.text.rstrip()
-    if text.endswith(marks.end):
+    before = text.removesuffix(marks.end).rstrip()
+    if text.endswith(marks.end) and (not marks.begins_turn or before.endswith(marks.begin)):
         return None
     if text.endswith(marks.begin):
         return inside

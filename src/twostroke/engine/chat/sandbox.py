@@ -10,7 +10,15 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import (
+    Callable,
+    ItemsView,
+    Iterable,
+    Iterator,
+    KeysView,
+    Sequence,
+    ValuesView,
+)
 from typing import TYPE_CHECKING, Any, Final
 
 from jinja2 import nodes
@@ -41,6 +49,13 @@ _MAX_COLUMNS: Final = 10_000  # of `batch` and `slice`
 _TAKING_VALUES = {"d", "default", "float", "groupby", "int", "join", "map", "max", "min"}
 _TAKING_VALUES |= {"reject", "rejectattr", "replace", "select", "selectattr", "sort", "sum"}
 _TAKING_VALUES |= {"truncate", "unique", "xmlattr"}
+# Methods by which a template changes its lists and dictionaries. `sort` would call its key.
+_CHANGES: Final[dict[type, frozenset[str]]] = {
+    list: frozenset(("append", "clear", "extend", "insert", "pop", "remove", "reverse")),
+    dict: frozenset(("clear", "pop", "popitem", "setdefault", "update")),
+}
+_VIEWS: Final = (KeysView, ValuesView, ItemsView)  # of dictionaries
+_MAX_WEIGHTS: Final = 100_000  # of structures that are remembered
 _MAX_GROWTH_RATIO: Final = 16  # of the result of one operation, over `max_chars`
 _MAX_INT_BITS: Final = 4096
 _MAX_WIDTH: Final = 1000  # of a field in a format
@@ -74,6 +89,7 @@ class RenderMeter:
         self._deadline_s = time.thread_time() + budget.max_cpu_s
         # Weights of structures by id. The structure is kept, so that its id is not used again.
         self._weights: dict[int, tuple[object, int]] = {}
+        self._nested_ids: set[int] = set()  # of structures whose weight is a part of another's
 
     def check_time(self) -> None:
         """Raise BudgetError if the rendering's time is over."""
@@ -97,13 +113,27 @@ class RenderMeter:
     def built(self, value: Any) -> Any:
         """Check the time and the size of a template expression's value, and return the value.
 
-        A generator becomes a list.
+        A generator or a view of a dictionary becomes a list.
         """
-        if isinstance(value, Iterator) and not isinstance(value, LoopContext):
+        if isinstance(value, (Iterator, *_VIEWS)) and not isinstance(value, LoopContext):
             value = list(value)
         self.check_time()
+        if len(self._weights) > _MAX_WEIGHTS:
+            self._forget_weights()
         self.weigh(value)
         return value
+
+    def grow(self, structure: list[Any] | dict[Any, Any], parts: list[Any]) -> None:
+        """Count the parts that a template adds to a structure; BudgetError if they are too many.
+
+        Parts that are removed later still count.
+        """
+        self.check_time()
+        weight = self._fitting(self.weigh(structure) + self.weigh(parts))
+        if id(structure) in self._nested_ids:  # the weights of other structures change, too
+            self._forget_weights()
+        else:
+            self._weights[id(structure)] = (structure, weight)
 
     def write(self, text: str) -> str:
         """Count text that the template writes, into the prompt or a variable; return the text."""
@@ -125,6 +155,8 @@ class RenderMeter:
                 raise self._too_big()
         elif isinstance(value, (list, tuple, dict)):
             return self._weigh_parts(value)
+        elif isinstance(value, _VIEWS):
+            return self._weigh_parts(list(value))
         else:
             return 1
         return self._fitting(weight)
@@ -137,10 +169,14 @@ class RenderMeter:
         parts = (*value.keys(), *value.values()) if isinstance(value, dict) else value
         for part in parts:
             weight = self._fitting(weight + 2 + self.weigh(part))
+            if isinstance(part, (list, tuple, dict)):
+                self._nested_ids.add(id(part))
         self._weights[id(value)] = (value, weight)
-        if len(self._weights) > 10_000:  # only a cache
-            self._weights.clear()
         return weight
+
+    def _forget_weights(self) -> None:
+        self._weights.clear()
+        self._nested_ids.clear()
 
     def _fitting(self, weight: int) -> int:
         if weight > self._budget.max_chars:
@@ -197,13 +233,20 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         guarded.set_environment(self)
         return self.from_string(guarded)
 
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Whether a template may use an attribute; Jinja calls this hook.
+
+        Unlike in Jinja's own sandbox, a template may change lists and dictionaries, as Kimi K2's
+        does with a list of its own. A rendering has its own copies of messages and variables.
+        """
+        is_change = attr in _CHANGES.get(type(obj), ())
+        return is_change or super().is_safe_attribute(obj, attr, value)
+
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805, PYI063
         """Check the limits around a function call of a chat template; Jinja calls this hook."""
         meter = _meter_of(__context)
-        arguments = [
-            *args,
-            *(value for name, value in kwargs.items() if name not in {"_loop_vars", "_block_vars"}),
-        ]
+        named = {name: kwargs[name] for name in kwargs.keys() - {"_loop_vars", "_block_vars"}}
+        arguments = [*args, *named.values()]
         if isinstance(__obj, Macro):
             meter.built(arguments)
         else:
@@ -211,6 +254,11 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             owner = getattr(method, "__self__", None)
             if isinstance(owner, str) and method.__name__ in {"format", "format_map"}:
                 _check_format(meter, owner, arguments, _WIDE_BRACES)
+            elif isinstance(owner, (list, dict)) and method.__name__ in _CHANGES.get(
+                type(owner), ()
+            ):
+                args = _copied_arguments(method.__name__, args)
+                meter.grow(owner, [*args, named])
             elif isinstance(owner, (list, tuple, dict)):
                 meter.check_operation([owner, *arguments])
             elif owner is not None:
@@ -336,6 +384,17 @@ def _metered(run: Callable[..., Any], name: str) -> Callable[..., Any]:
         return meter.built(context.call(run, *args, **kwargs))
 
     return metered
+
+
+def _copied_arguments(method: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of a method that changes a structure, with a copy of added parts.
+
+    The parts may come from a loop over the same structure, which would never end.
+    """
+    copies: dict[str, Callable[[Any], Any]] = {"extend": list, "update": dict}
+    if method not in copies or not arguments:
+        return arguments
+    return (copies[method](arguments[0]), *arguments[1:])
 
 
 def _is_number(value: object) -> bool:

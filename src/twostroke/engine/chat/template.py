@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from copy import deepcopy
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,6 +18,7 @@ from twostroke.engine.chat.literals import (
     fold_formatted_texts,
     names_text,
     read_keys,
+    read_texts,
     reads_parts,
 )
 from twostroke.engine.chat.messages import RefusedByTemplateError, check_messages, to_plain_json
@@ -43,6 +46,7 @@ class ChatTemplate:
     up in objects such as messages. `reads_parts` says whether the template reads content that is
     a list of parts, `names_developer` whether it has a case for the role developer.
     `formatted_texts` are texts that it makes from literals, such as special tokens with a suffix.
+    `texts` are all of its literal texts.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class ChatTemplate:
             tree = self._environment.parse(source)
             self.formatted_texts = fold_formatted_texts(tree)
             self.reads_parts = reads_parts(tree)
+            self.texts = read_texts(tree)
             self.names_developer = names_text(tree, "developer")
             self.variables = frozenset(find_undeclared_variables(tree))
             self.keys = read_keys(tree)
@@ -137,7 +142,7 @@ class ChatTemplate:
             RequestError: messages are not well formed, or the template refuses them.
             BudgetError: the template takes too much time or space.
         """
-        variables: dict[str, Any] = {**self._variables}
+        variables: dict[str, Any] = deepcopy(self._variables)  # the template may change its values
         reserved = {
             *variables,
             "messages",
@@ -150,13 +155,20 @@ class ChatTemplate:
                 raise RequestError("is a name that the chat template itself uses.", field=name)
             variables[name] = to_plain_json(value, name)
         variables.setdefault("documents", None)  # transformers defines it as None
+        plain_tools = None if tools is None else to_plain_json(list(tools), "tools")
+        reads_date = "datetime" in self.variables
+        # firefunction reads tools as JSON, and the date; other templates ask whether there are any
+        if "functions" in self.variables and (tools or reads_date):
+            functions = [tool.get("function") for tool in plain_tools or ()]
+            variables.setdefault("functions", json.dumps(functions, ensure_ascii=False, indent=4))
+            variables.setdefault("datetime", self._strftime_now("%Y-%m-%d"))
         checked = check_messages(
             messages, keep_parts=self.reads_parts, has_text_arguments=has_text_arguments
         )
         if continue_final_message:
             self._mark_end(checked[-1])
         variables["messages"] = self._marker.with_roles(checked)
-        variables["tools"] = None if tools is None else to_plain_json(list(tools), "tools")
+        variables["tools"] = plain_tools
         variables["add_generation_prompt"] = add_generation_prompt and not continue_final_message
         meter = RenderMeter(self._budget)
         text = self._run({**variables, METER: meter})

@@ -54,6 +54,20 @@ def fit_to_template(
     return fitted_messages if capabilities.writes_results else _join_user_messages(fitted_messages)
 
 
+def fitted_tools(
+    tools: Sequence[Mapping[str, Any]], capabilities: TemplateCapabilities
+) -> list[Mapping[str, Any]]:
+    """Return tools for a chat template, with empty descriptions and parameters if it needs them."""
+    if not capabilities.needs_whole_tools:
+        return [*tools]
+    whole_tools: list[Mapping[str, Any]] = []
+    for tool in tools:
+        function = {"description": "", **tool["function"]}
+        parameters = {"type": "object", "properties": {}, **function.get("parameters", {})}
+        whole_tools.append({**tool, "function": {**function, "parameters": parameters}})
+    return whole_tools
+
+
 def _with_ids(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield messages in which every tool call and every tool result has an id.
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from twostroke.core.constraint import Constraint
 from twostroke.core.errors import RequestError
 from twostroke.core.frozen import Frozen
-from twostroke.engine.chat.call_forms import INDEX, Unmarked
+from twostroke.engine.chat.call_forms import ID, INDEX, NUMBER, PLACEHOLDERS, Unmarked
 from twostroke.engine.chat.harmony import HarmonyGrammar
 from twostroke.engine.structured_output.argument_grammar import ArgumentsRule
 from twostroke.engine.structured_output.lark import (
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from twostroke.core.constraint import ReasoningSection
     from twostroke.engine.chat.call_forms import CallForm
+    from twostroke.engine.chat.content_marks import ContentMarks
     from twostroke.model.tokenizer import Tokenizer
 
 
@@ -38,7 +39,8 @@ _KEYWORDS_FOR_MORE: Final = frozenset(
 _BLANK: Final = r"[\t-\r ]"
 _MAX_UNMARKED_CALLS: Final = 8  # a model that should write text repeats the same call
 _MAX_BLANKS: Final = 9  # before the end of a call without marks
-_INDEX_DIGITS: Final = "/[0-9]{1,4}/"
+# Grammar expressions of the placeholders in forms.
+_NUMBERS: Final = {INDEX: "/[0-9]{1,4}/", NUMBER: "/[0-9]{1,4}/", ID: "/[a-z0-9]{10}/"}
 _ARGUMENT_KEYS: Final = ("arguments", "parameters")
 # Keywords that tell nothing about arguments.
 _ANNOTATIONS: Final = frozenset(("$schema", "description", "title", "type"))
@@ -141,6 +143,7 @@ class ToolForm(Frozen):
         answer: the constraint of answers without calls, if the request has one.
         has_result: whether the conversation ends with the result of a call.
         section_after_calls: further reasoning that may follow a call.
+        content_marks: the texts around the text of an answer, if the model writes such marks.
     """
 
     tools: Tools
@@ -150,6 +153,7 @@ class ToolForm(Frozen):
     answer: Constraint | None = None
     has_result: bool = False
     section_after_calls: ReasoningSection | None = None
+    content_marks: ContentMarks | None = None
 
     @property
     def unmarked(self) -> Unmarked:
@@ -172,9 +176,7 @@ class ToolForm(Frozen):
         if self.form.has_channels:
             rules = self._rules_of_channels()
             return Constraint("lark", "\n".join(rules), "tools", self.preface, answer)
-        grammar = CallGrammar(
-            self.tools, self.form, self.tokenizer, self.preface, self.section_after_calls
-        )
+        grammar = CallGrammar(self)
         if self.tools.is_forced:
             rules = grammar.calls()
         elif self.answer is not None:
@@ -232,27 +234,20 @@ def arguments_rule(name: str, function: Function, form: CallForm, tokenizer: Tok
 class CallGrammar:
     """Writes the grammar, in Lark's notation, that an answer with tool calls must follow."""
 
-    def __init__(
-        self,
-        tools: Tools,
-        form: CallForm,
-        tokenizer: Tokenizer,
-        preface: ReasoningSection | None = None,
-        section_after_calls: ReasoningSection | None = None,
-    ) -> None:
-        """Prepare the grammar for calls of `tools` that are written in `form`.
+    def __init__(self, tool_form: ToolForm) -> None:
+        """Prepare the grammar for calls of a request's tools.
 
-        Text must not begin like the reasoning section `preface`. The reasoning section
-        `section_after_calls` may follow a call.
+        Text must not begin like the reasoning section `preface`.
         """
-        self._tools = tools
-        self._form = form
-        self._tokenizer = tokenizer
-        self._preface = preface
-        self._section_after_calls = section_after_calls
-        self._specials = special_marks(form.all_marks, tokenizer)
-        more_calls = f"({self._to_lark(form.between + form.head)} body)*"
-        self._more_calls = more_calls if tools.is_parallel else ""
+        self._tools = tool_form.tools
+        self._form = tool_form.form
+        self._tokenizer = tool_form.tokenizer
+        self._preface = tool_form.preface
+        self._section_after_calls = tool_form.section_after_calls
+        self._content_marks = tool_form.content_marks
+        self._specials = special_marks(self._form.all_marks, self._tokenizer)
+        more_calls = f"({self._to_lark(self._form.between + self._form.head)} body)*"
+        self._more_calls = more_calls if self._tools.is_parallel else ""
 
     def calls(self) -> Iterator[str]:
         """Yield the rules of a grammar for answers that must be tool calls, without text."""
@@ -299,8 +294,7 @@ class CallGrammar:
         yield from self._bodies()
         after_mark = self._to_lark(form.opening.removeprefix(form.mark))
         yield f"call: head {after_mark} body {self._more_calls if form.is_list else ''} {self._end}"
-        yield text_until("head", form.mark, self._specials)
-        yield "last: TEXT"
+        yield from self._text_rules()
         yield from self._unmarked(rf"{_BLANK}*([;,]{_BLANK}*)?(```(json)?)?")
         unmarked_calls = f"unmarked{{1,{_MAX_UNMARKED_CALLS}}}"
         yield from self._reasoning_after_calls()
@@ -308,6 +302,22 @@ class CallGrammar:
         yield f"start: {parallel if tools.is_parallel else 'unmarked | call | last'}"
         unmarked_beginnings = [f"UNMARKED{index}" for index in range(len(tools.names))]
         yield from self._text(unmarked_beginnings)
+
+    def _text_rules(self) -> Iterator[str]:
+        """Yield the rules `head`, of text up to the mark of a call, and `last`, of other text.
+
+        If marks around the text are special tokens, the text may have them: text rules do not match
+        special tokens.
+        """
+        head, text = text_until("head", self._form.mark, self._specials), "TEXT"
+        marks = self._content_marks
+        specials = special_marks(() if marks is None else marks.texts, self._tokenizer)
+        if marks is not None and specials:
+            opening = f"({to_lark(marks.begin, specials)})? " if marks.begin else ""
+            text = f"{opening}TEXT ({to_lark(marks.end, specials)})?"
+            head = head.replace("head: TEXT", f"head: {text}")
+        yield head
+        yield f"last: {text}"
 
     @property
     def _may_reason(self) -> str:
@@ -355,8 +365,7 @@ class CallGrammar:
         after_mark = self._to_lark(form.opening.removeprefix(form.mark))
         more_calls = self._more_calls if form.is_list else ""
         yield f"call: {after_mark} body {more_calls} {self._end}"
-        yield text_until("head", form.mark, self._specials)
-        yield "last: TEXT"
+        yield from self._text_rules()
         yield from self._reasoning_after_calls()
         rest = f"{self._may_reason} answer" if self._tools.is_parallel else '""'
         if form.is_bare:
@@ -425,9 +434,9 @@ class CallGrammar:
         yield f"body: {_any('body', functions)}"
 
     def _to_lark(self, text: str) -> str:
-        """Return a grammar expression of a literal text, in which `INDEX` is any number."""
-        parts = (to_lark(part, self._specials) for part in text.split(INDEX))
-        return f" {_INDEX_DIGITS} ".join(parts)
+        """Return a grammar expression of a literal text, in which placeholders are any numbers."""
+        parts = re.split(f"([{''.join(PLACEHOLDERS)}])", text)
+        return " ".join(_NUMBERS.get(part) or to_lark(part, self._specials) for part in parts)
 
     @property
     def _end(self) -> str:

@@ -12,6 +12,11 @@ from twostroke.core.frozen import Frozen
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+TYPE: Final = "\3"  # stands for the type of a value in the text before the value
+# The types of values that are not strings, as such a text names them.
+TYPES: Final = ("number", "boolean", "null", "object", "array")
+CDATA: Final = ("<![CDATA[", "]]>")  # around a string of XML with any characters
+PLAIN_XML: Final = regex.compile(r"[^<&\n]*+")
 BLANKS: Final = " \t\r\n"  # around values that are not strings
 # The literals of words, and Python's spelling of them, with their types.
 _WORDS: Final = {
@@ -55,7 +60,8 @@ class TagNotation(Frozen, tag="tags"):
         value_end: the text after a value, such as `\n</parameter>\n`. If it begins with blanks,
             they are no part of the value.
         other_key_end: the text between the name and a value that is not a string, if it differs.
-            Then a value's type does not depend on its schema.
+            Then a value's type does not depend on its schema. It may have `TYPE`.
+        has_cdata: whether a string with `<`, `&` or a line break stands in `CDATA`.
         special_texts: parts of the marks that a vocabulary may have as special tokens.
     """
 
@@ -63,6 +69,7 @@ class TagNotation(Frozen, tag="tags"):
     key_end: str
     value_end: str
     other_key_end: str = ""
+    has_cdata: bool = False
     special_texts: tuple[str, ...] = ()
 
     @property
@@ -72,12 +79,12 @@ class TagNotation(Frozen, tag="tags"):
 
     @property
     def lead(self) -> str:
-        """The blanks between the opening mark and a value."""
+        """The white space between the opening mark and a value."""
         return self.key_end[len(self.key_end.rstrip(BLANKS)) :]
 
     @property
     def trail(self) -> str:
-        """The blanks between a value and the closing mark."""
+        """The white space between a value and the closing mark."""
         return self.value_end[: len(self.value_end) - len(self.value_end.lstrip(BLANKS))]
 
     @property
@@ -91,10 +98,16 @@ class TagNotation(Frozen, tag="tags"):
 
     def _argument(self, name: str, value: object) -> str:
         if isinstance(value, str):
-            return f"{self.key_begin}{name}{self.key_end}{value}{self.value_end}"
+            return f"{self.key_begin}{name}{self.key_end}{self.text(value)}{self.value_end}"
         text = json.dumps(value, ensure_ascii=False)
-        key_end = self.other_key_end or self.key_end
+        key_end = self.other_key_end.replace(TYPE, type_name(value)) or self.key_end
         return f"{self.key_begin}{name}{key_end}{text}{self.value_end}"
+
+    def text(self, value: str) -> str:
+        """Return a string in this notation, without the marks around it."""
+        if self.has_cdata and not PLAIN_XML.fullmatch(value):
+            return value.join(CDATA)
+        return value
 
 
 class LiteralNotation(Frozen, tag="literals"):
@@ -162,6 +175,15 @@ class LiteralNotation(Frozen, tag="literals"):
 Notation = JsonNotation | TagNotation | LiteralNotation
 
 JSON: Final = JsonNotation()
+
+
+def type_name(value: object) -> str:
+    """Return the name of the JSON type of a value that is not a string; see `TYPES`."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "boolean"
+    if isinstance(value, list):
+        return "array"
+    return "object" if isinstance(value, dict) else "number"
 
 
 def to_json_literal(text: str, types: frozenset[str]) -> str | None:

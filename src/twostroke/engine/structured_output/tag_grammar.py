@@ -14,7 +14,15 @@ from twostroke.engine.structured_output.argument_rules import (
     object_schemas,
     to_lark_pattern,
 )
-from twostroke.engine.structured_output.notations import BLANKS, TagNotation, to_json_literal
+from twostroke.engine.structured_output.notations import (
+    BLANKS,
+    CDATA,
+    TYPE,
+    TYPES,
+    TagNotation,
+    to_json_literal,
+    type_name,
+)
 from twostroke.engine.structured_output.schema.argument_types import (
     ALL_TYPES,
     STRING_ONLY,
@@ -141,15 +149,15 @@ class TagWriter:
         notation = self._notation
         branches = self._schema.branches(schema)
         if notation.other_key_end:
-            texts = self._strings(branches, STRING_ONLY)
-            others = self._others(branches, ALL_TYPES - STRING_ONLY)
             alternatives = []
-            if texts:
+            if texts := self._strings(branches, STRING_ONLY):
                 key_end = self._rules.literal(notation.key_end)
                 alternatives.append(f"{key_end} ({' | '.join(texts)})")
-            if others:
-                key_end = self._rules.literal(notation.other_key_end)
-                alternatives.append(f"{key_end} ({' | '.join(others)})")
+            for name in TYPES if TYPE in notation.other_key_end else ("",):
+                typed_branches = [*_of_type(branches, name)] if name else branches
+                if others := self._others(typed_branches, ALL_TYPES - STRING_ONLY):
+                    key_end = self._rules.literal(notation.other_key_end.replace(TYPE, name))
+                    alternatives.append(f"{key_end} ({' | '.join(others)})")
             if not alternatives:
                 raise ValueError("a value cannot be written in this model's form of tool calls")
             return self._rules.add_rule(" | ".join(alternatives))
@@ -175,19 +183,28 @@ class TagWriter:
         expressions: list[str] = []
         for branch in branches:
             if not branch or branch.get("type") == "string":
-                patterns = [*self._string_patterns(branch), *excluded]
+                patterns = self._string_patterns(branch, self._notation.closing_mark) + excluded
+                if self._notation.has_cdata:
+                    expressions.append(self._cdata(branch))
+                    patterns.append(r"/[^<&\n]*/")
                 expressions.append(self._rules.with_end(" & ".join(patterns), end, is_lazy=True))
             for value in branch.get("enum", ()):
                 if not isinstance(value, str) or self._notation.closing_mark in value:
                     continue
                 if to_json_literal(value, read_types) is None:
-                    expressions.append(self._rules.literal(value + end))
+                    expressions.append(self._rules.literal(self._notation.text(value) + end))
         return expressions
 
-    def _string_patterns(self, branch: Schema) -> list[str]:
-        """Return patterns that a string must match as a whole, in Lark's notation."""
-        mark = escape(self._notation.closing_mark)
-        patterns = [rf"~/(.|\n)*{mark}(.|\n)*/"]
+    def _cdata(self, branch: Schema) -> str:
+        """Return the expression of a string in `CDATA`, with the text after the value."""
+        begin, end = CDATA
+        pattern = " & ".join(self._string_patterns(branch, end))
+        body = self._rules.with_end(pattern, end + self._notation.value_end, is_lazy=True)
+        return f"{self._rules.literal(begin)} {body}"
+
+    def _string_patterns(self, branch: Schema, end: str) -> list[str]:
+        """Return patterns that a string before the text `end` must match, in Lark's notation."""
+        patterns = [rf"~/(.|\n)*{escape(end)}(.|\n)*/"]
         low, high = branch.get("minLength", 0), branch.get("maxLength")
         count = f"{{{low},{'' if high is None else high}}}" if low or high is not None else "*"
         patterns.insert(0, rf"/(.|\n){count}/")
@@ -226,6 +243,18 @@ class TagWriter:
             rule = self._rules.add_rule(self._schema.to_json_rule(as_json))
             expressions.append(f"{rule} {self._rules.literal(end)}")
         return expressions
+
+
+def _of_type(branches: Sequence[Schema], name: str) -> Iterator[Schema]:
+    """Yield the parts of some schemas that allow values of a type, one of `TYPES`."""
+    for branch in branches:
+        if not branch:
+            yield {"type": name}
+        elif "enum" in branch:
+            values = [value for value in branch["enum"] if not isinstance(value, str)]
+            yield {**branch, "enum": [value for value in values if type_name(value) == name]}
+        elif branch.get("type") == name or (name == "number" and branch.get("type") == "integer"):
+            yield branch
 
 
 def _literal_types(types: frozenset[str]) -> frozenset[str]:

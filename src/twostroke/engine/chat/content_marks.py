@@ -1,0 +1,168 @@
+"""The texts that some models write around the text of an answer, such as `<response>`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
+
+from twostroke.core.constraint import ReasoningSection
+from twostroke.core.frozen import Frozen
+from twostroke.engine.chat.call_reader import BlankTrimmer
+from twostroke.engine.structured_output.lark import special_marks
+from twostroke.model.tokenizer.preface import ReasoningSplitter, SegmentKind
+
+if TYPE_CHECKING:
+    from twostroke.engine.chat.template import ChatTemplate
+    from twostroke.model.tokenizer import Tokenizer
+
+
+class ContentMarks(Frozen):
+    """The texts around the text of an answer.
+
+    Attributes:
+        begin: the text that opens it, after the reasoning; an answer may lack it and `end`. Empty
+            if the prompt ends with it, or if the model writes none.
+        end: the text that closes it, before the tool calls.
+        closing: the text that ends the whole answer; nothing after it is part of the answer.
+        instructions: texts of the chat template that tell the model to write the marks. If there
+            are any, the marks apply only to prompts that have one of these texts.
+    """
+
+    begin: str
+    end: str
+    closing: str = ""
+    instructions: tuple[str, ...] = ()
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The marks that the model writes."""
+        return tuple(filter(None, (self.begin, self.end, self.closing)))
+
+    def after(
+        self,
+        prompt: str,
+        continued: str,
+        *,
+        preface: ReasoningSection | None,
+        reasoning_end: str,
+    ) -> ContentMarks | None:
+        """Return the marks in the answer to a prompt; None if the answer has none.
+
+        The prompt may have opened the text already.
+
+        Args:
+            prompt: the text of the prompt.
+            continued: the text at the end of the prompt that the answer continues.
+            preface: the reasoning section that may begin the answer.
+            reasoning_end: the text that closes the model's reasoning; empty without reasoning.
+        """
+        if self.instructions:
+            is_instructed = any(text in prompt for text in self.instructions)
+            may_reason = preface is not None or bool(continued.strip())
+            if not is_instructed or (self.begin and not may_reason):
+                return None
+        if continued.strip():
+            return self._after_continued(prompt, continued.strip(), preface, reasoning_end)
+        is_opened = prompt.rstrip().endswith(self.begin)
+        return replace(self, begin="") if is_opened else self
+
+    def _after_continued(
+        self, prompt: str, continued: str, preface: ReasoningSection | None, reasoning_end: str
+    ) -> ContentMarks | None:
+        if preface is not None:  # the answer begins inside the reasoning
+            return self
+        before = prompt.rstrip().removesuffix(continued).rstrip()
+        if self.begin and before.endswith(self.begin):
+            return replace(self, begin="")
+        _, closed, text = continued.rpartition(reasoning_end) if reasoning_end else ("", "", "")
+        text = text.lstrip() if closed else continued
+        if not text:
+            return self
+        is_opened = text.startswith(self.begin) if self.begin else bool(closed)
+        return replace(self, begin="") if is_opened and self.end not in text else None
+
+
+_MARKS: Final = (
+    ContentMarks("<|START_RESPONSE|>", "<|END_RESPONSE|>"),  # Command R7B
+    ContentMarks(  # Kimi K3
+        "<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"
+    ),
+    ContentMarks("<|content|>", "<|end|><|begin|>assistant"),  # Solar
+    ContentMarks("<response>", "</response>"),  # Granite 3.3, which names them in its instructions
+    ContentMarks("", "[END FINAL RESPONSE]"),  # Apriel 1.5
+)
+
+
+def find_content_marks(
+    template: ChatTemplate, before: str, tokenizer: Tokenizer
+) -> ContentMarks | None:
+    """Return the marks around the text of answers; None if the chat template shows no such marks.
+
+    Marks in plain text that the template does not write around answers need an instruction.
+    `before` is the end of a rendered conversation before the text of an answer.
+    """
+    for marks in _MARKS:
+        if marks.begin and before.endswith(marks.begin):
+            return marks
+        if not all(mark in template.source for mark in (marks.begin, marks.end)):
+            continue
+        if all(special_marks((mark,), tokenizer) for mark in marks.texts):
+            return marks
+        instructions = tuple(
+            text.strip() for text in template.texts if marks.begin in text and marks.end in text
+        )
+        if instructions:
+            return replace(marks, instructions=instructions)
+    return None
+
+
+class ContentReader:
+    """Removes the marks around the text of an answer, as it arrives, and blanks beside them."""
+
+    def __init__(self, marks: ContentMarks) -> None:
+        self._marks = marks
+        self._splitter = ReasoningSplitter(ReasoningSection(marks.begin, marks.end))
+        closing = ReasoningSection("", marks.closing)
+        self._closer = ReasoningSplitter(closing) if marks.closing else None
+        self._trim = BlankTrimmer(skips_first=bool(marks.begin))
+
+    def feed(self, text: str) -> str:
+        """Read more text of an answer; return the text and the calls that are certain now."""
+        return self._texts(self._splitter.feed(text))
+
+    def finish(self, *, is_cut: bool) -> str:
+        """End the answer; return the rest, without a mark that the limit has cut."""
+        [(_, pending_text)] = self._splitter.finish() or [(SegmentKind.AFTER, "")]
+        if is_cut and len(pending_text) > 1 and self._is_begun_mark(pending_text):
+            pending_text = ""
+        text = self._trim.feed(self._before_closing(pending_text)) + self._trim.finish()
+        held_text = self._held_by_closer()
+        return text if is_cut and len(held_text) > 1 else text + held_text
+
+    def _is_begun_mark(self, text: str) -> bool:
+        return any(mark.startswith(text) for mark in (self._marks.begin, self._marks.end))
+
+    def _texts(self, segments: list[tuple[SegmentKind, str]]) -> str:
+        parts: list[str] = []
+        for kind, text in segments:
+            if kind is SegmentKind.INSIDE:
+                parts.append(self._trim.feed(self._before_closing(text)))
+            elif kind is SegmentKind.MARK:
+                parts.append(self._trim.feed(self._held_by_closer()))
+                self._trim = BlankTrimmer(skips_first=True)
+            else:
+                parts.append(self._before_closing(text))
+        return "".join(parts)
+
+    def _before_closing(self, text: str) -> str:
+        """Return the certain text before the mark that ends the answer."""
+        return text if self._closer is None else _inside(self._closer.feed(text))
+
+    def _held_by_closer(self) -> str:
+        """Return the text that was held back because it may begin the mark."""
+        return "" if self._closer is None else _inside(self._closer.finish())
+
+
+def _inside(segments: list[tuple[SegmentKind, str]]) -> str:
+    return "".join(text for kind, text in segments if kind is SegmentKind.INSIDE)
