@@ -16,6 +16,7 @@ import twostroke
 from support.tiny import Tiny, write_tiny_gguf
 from twostroke import LLM, AsyncLLM, Constraint, RequestError, SamplingParams, UsageError
 from twostroke.engine.progress_bar import ProgressBar
+from twostroke.model.loader import load
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -230,6 +231,14 @@ def test_objects_show_what_they_are(llm: LLM) -> None:
     assert repr(SamplingParams(top_k=5)) == "SamplingParams(top_k=5)"
     assert repr(llm.embed("hello")[0]).startswith("Embedding(index=0, ")
     assert "finish_reason" not in repr(next(iter(llm.chat(HELLO, GREEDY, stream=True))))
+
+
+def test_the_facts_of_a_model_are_short(llm: LLM, path: Path) -> None:
+    """People print what they look at: no representation has each tensor or operation."""
+    card, loaded = llm.engine.card, load(str(path))
+    for shown in (card, card.cost, card.cost.program, loaded):
+        assert len(repr(shown)) < 1000
+        assert card.name in repr(shown)
 
 
 def test_the_package_has_its_version_and_its_errors() -> None:

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from support.cpu import greedy_request
 from support.engines import tiny_client
 from support.servers import wait_for
+from support.steps import Steps
 from support.tiny import write_tiny_gguf
 from twostroke.core.errors import (
     DeviceLostError,
@@ -350,6 +351,91 @@ def test_a_limit_waits_for_twice_as_many_steps_after_each_shortage() -> None:
     single = StepPlan((Slice(greedy_request([1]), 0, 1, samples=True),))
     assert not limit.lower(single, error("No memory."))
     assert limit.num_shortages == 10
+
+
+def test_changed_limits_change_steps_but_no_answer(tmp_path: Path) -> None:
+    prompts = [[number + 1] * (10 + 7 * number) for number in range(6)]
+    with tiny_client(tmp_path, max_running=6, token_budget=64) as (client, _):
+        expected = answers(client, prompts)
+        loop, plans = client.loop, []
+        for limits in ((2, 1), (64, 6), (6, 3)):
+            generations = [client.generate(prompt, GREEDY) for prompt in prompts]
+            loop.change_limits(*limits)  # while they run
+            assert [generation.wait()[0].token_ids for generation in generations] == expected
+            plans.clear()
+            loop.on_step = plans.append
+            assert answers(client, prompts) == expected
+            loop.on_step = None
+            assert max(plan.num_rows for plan in plans) <= limits[0]
+            assert max(len(plan.slices) for plan in plans) <= limits[1]
+            assert loop.snapshot().max_step_tokens == limits[0]
+            assert (loop.config.token_budget, loop.config.max_running) == limits
+
+
+@pytest.mark.parametrize(
+    ("limits", "field"),
+    [((65, 6), "token_budget"), ((64, 7), "max_running"), ((0, 0), "token_budget"),
+     ((4, 0), "max_running"), ((4, 5), "token_budget")],
+)  # fmt: skip
+def test_limits_above_those_at_the_start_are_refused(
+    tmp_path: Path, limits: tuple[int, int], field: str
+) -> None:
+    with tiny_client(tmp_path, max_running=6, token_budget=64) as (client, _):
+        with pytest.raises(UsageError) as caught:
+            client.loop.change_limits(*limits)
+        assert caught.value.field == field
+        assert (client.loop.config.token_budget, client.loop.config.max_running) == (64, 6)
+
+
+def test_a_changed_budget_keeps_a_limit_of_the_memory() -> None:
+    plan = StepPlan((Slice(greedy_request([1] * 100), 0, 100, samples=True),))
+    limit = StepLimit(100)
+    limit.change_budget(80)
+    assert (limit.max_tokens, limit.lowered_tokens) == (80, None)
+    assert limit.lower(plan, MemoryLimitError("No memory."))
+    limit.change_budget(100)
+    assert (limit.max_tokens, limit.lowered_tokens) == (50, 50)
+    limit.change_budget(40)
+    assert limit.max_tokens == 40
+    limit.change_budget(100)
+    assert limit.max_tokens == 50
+
+
+def test_a_shortage_with_more_requests_than_the_new_budget_makes_steps_smaller() -> None:
+    steps, limit = Steps(token_budget=16), StepLimit(16)
+    for name in "abcd":
+        steps.add(name, 3, max_tokens=20)
+    steps.add("long", 40, max_tokens=2)
+    steps.step()
+    steps.step()
+    steps.add("urgent", 40, max_tokens=2, priority=-1)
+    steps.step()
+    steps.scheduler.change_limits(2, 2)
+    limit.change_budget(2)
+    plan = steps.scheduler.plan(limit.lowered_tokens)
+    assert plan is not None
+    assert (plan.num_rows, len(plan.slices)) == (6, 5)  # 4 decode; one of two prompts is computed
+    assert limit.lower(plan, MemoryLimitError("No memory."))
+    assert limit.max_tokens == 2
+    steps.scheduler.undo_newest_step()
+    plan = steps.scheduler.plan(limit.lowered_tokens)
+    assert plan is not None
+    assert (plan.num_rows, len(plan.slices)) == (4, 4)
+    assert not limit.lower(plan, MemoryLimitError("No memory."))  # requests run one by one
+    steps.land(plan)
+    for _ in range(128):
+        limit.count_success()
+    assert limit.lowered_tokens is None
+    steps.finish()
+
+
+def test_a_limit_of_the_memory_is_never_above_the_budget_of_a_step() -> None:
+    steps = Steps(token_budget=16)
+    steps.add("a", 40, max_tokens=1)
+    steps.scheduler.change_limits(4, 2)
+    plan = steps.scheduler.plan(8)
+    assert plan is not None
+    assert plan.num_rows == 4
 
 
 def test_a_device_that_is_lost_ends_the_engine_and_all_callers_learn_of_it(

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from twostroke.engine.generation import Outputs
     from twostroke.engine.loop import EngineLoop
     from twostroke.engine.model_card import ModelCard
+    from twostroke.engine.resumption import AnswerProgress
     from twostroke.engine.structured_output.grammar import GrammarMatcher, Grammars
     from twostroke.engine.structured_output.reasoning_budget import ReasoningBudget
 
@@ -52,6 +53,9 @@ class Caller(Frozen):
         start_within_s: seconds from arrival to the first step; a later request is refused.
         timeout_s: seconds from arrival to the end; a request that takes longer is ended.
         spent_s: seconds of `timeout_s` that were used before the engine got the request.
+        is_admitted: whether an engine had admitted the requests before it died.
+        continues_elsewhere: whether requests that have started fail at once if the engine dies,
+            since a router continues them at another server.
     """
 
     priority: int = 0
@@ -64,6 +68,8 @@ class Caller(Frozen):
     start_within_s: float = math.inf
     timeout_s: float = math.inf
     spent_s: float = 0.0
+    is_admitted: bool = False
+    continues_elsewhere: bool = False
 
 
 _DEFAULT_CALLER: Final = Caller()
@@ -117,19 +123,26 @@ class Client:
         caller: Caller = _DEFAULT_CALLER,
         hints: Hints = NO_HINTS,
         grammar: GrammarMatcher | None = None,
+        progress: Sequence[AnswerProgress] = (),
     ) -> AsyncGeneration:
         """Submit prompts, all or none, and return outputs to read in the running event loop.
 
         Choice `i` of prompt `p` has index `p * n + i`. `grammar` is the compiled constraint of
         `params`. Compile it with `grammars` in another thread: without `grammar` it is compiled
-        here, which blocks the event loop.
+        here, which blocks the event loop. `progress` is as in `submit_prompts`.
 
         Raises:
             RequestError, OverloadedError, EngineStoppedError: as `generate`.
         """
         generation = AsyncGeneration(self.loop)
         self.submit_prompts(
-            generation, prompts, params, caller=caller, hints=hints, grammar=grammar
+            generation,
+            prompts,
+            params,
+            caller=caller,
+            hints=hints,
+            grammar=grammar,
+            progress=progress,
         )
         return generation
 
@@ -181,10 +194,12 @@ class Client:
         caller: Caller,
         hints: Hints,
         grammar: GrammarMatcher | None,
+        progress: Sequence[AnswerProgress] = (),
     ) -> None:
         """Submit prompts, all or none; `generation` gets their outputs.
 
-        `generate_many_async` describes the other arguments.
+        With `progress`, which has an entry for each answer, answers continue after the part that
+        another engine has delivered. `generate_many_async` describes the other arguments.
 
         Raises:
             RequestError, OverloadedError, EngineStoppedError: as `generate`.
@@ -208,6 +223,13 @@ class Client:
                         service_tier=caller.service_tier,
                     )
                 )
+        if progress:
+            pairs = list(zip(processors, progress, strict=True))
+            for processor, delivered in pairs:
+                if delivered.tokens:
+                    self._check_ids(delivered.tokens, caller.prompt_field)
+                processor.resume(delivered)
+            processors = [processor for processor, delivered in pairs if not delivered.has_ended]
         generation.submit(processors)
 
     def submit_texts(
@@ -216,9 +238,11 @@ class Client:
         texts: Sequence[Sequence[int]],
         params: EmbeddingParams,
         caller: Caller,
+        progress: Sequence[AnswerProgress] = (),
     ) -> None:
         """Submit texts to embed as the queue has room; `generation` gets their embeddings.
 
+        With `progress`, texts whose embeddings another engine has delivered are left out.
         `embed_async` describes the other arguments.
 
         Raises:
@@ -231,6 +255,8 @@ class Client:
             check_token_values(texts, params.dimensions or card.embedding_width)
         embedders = []
         for index, tokens in enumerate(texts):
+            if progress and progress[index].has_ended:
+                continue
             request = new_request(tokens, UNSAMPLED, caller, pooling)
             embedders.append(
                 Embedder(
@@ -355,5 +381,6 @@ def new_request(
         start_within_s=caller.start_within_s,
         timeout_s=caller.timeout_s,
         spent_s=caller.spent_s,
+        is_admitted=caller.is_admitted,
         pooling=pooling,
     )

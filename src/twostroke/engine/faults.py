@@ -46,16 +46,26 @@ class StepLimit:
     steps, so that failing steps are rare.
 
     Attributes:
-        max_tokens: the maximum number of tokens that a step may compute now.
+        lowered_tokens: the maximum number of tokens of a step since memory was short; None if it is
+            as usual. It may be above the budget while more requests run than the budget has tokens.
         num_shortages: steps that failed because the memory was too short.
     """
 
     def __init__(self, step_budget: int) -> None:
-        self.max_tokens = step_budget
+        self.lowered_tokens: int | None = None
         self.num_shortages = 0
         self._budget = step_budget
         self._wait_steps = _FIRST_WAIT_STEPS // 2
         self._num_successes = 0  # steps since the last change of the limit
+
+    @property
+    def max_tokens(self) -> int:
+        """The maximum number of tokens that a step may compute now."""
+        return min(self._budget, self.lowered_tokens or self._budget)
+
+    def change_budget(self, step_budget: int) -> None:
+        """Change the number of tokens that a step may compute without a shortage of memory."""
+        self._budget = step_budget
 
     def lower(self, plan: StepPlan, error: Exception) -> bool:
         """Lower the limit if a step failed for lack of memory, so that a smaller step is tried.
@@ -71,19 +81,20 @@ class StepLimit:
         self._wait_steps = min(2 * self._wait_steps, _MAX_WAIT_STEPS)
         if num_rows == len(plan.slices):
             return False
-        self.max_tokens = max(1, num_rows // 2)
-        tokens = counted_noun(self.max_tokens, "token")
+        self.lowered_tokens = max(1, num_rows // 2)
+        tokens = counted_noun(self.lowered_tokens, "token")
         _logger.warning("%s Steps compute at most %s now.", error, tokens)
         return True
 
     def count_success(self) -> None:
         """Count a step that succeeded; double the limit on a step's tokens after enough of them."""
-        if self.max_tokens == self._budget:
+        if self.lowered_tokens is None:
             return
         self._num_successes += 1
         if self._num_successes >= self._wait_steps:
             self._num_successes = 0
-            self.max_tokens = min(2 * self.max_tokens, self._budget)
+            doubled = 2 * self.lowered_tokens
+            self.lowered_tokens = doubled if doubled < self._budget else None
             tokens = counted_noun(self.max_tokens, "token")
             _logger.info("Steps may compute %s again.", tokens)
 

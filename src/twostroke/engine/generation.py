@@ -13,7 +13,7 @@ from twostroke.engine.output import Completion, Mailbox, Output, deliver, join
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 
     from twostroke.engine.loop import EngineLoop
     from twostroke.engine.request_listener import RequestListener
@@ -175,8 +175,9 @@ class AsyncGeneration(Outputs):
         from asyncio import Queue, get_running_loop  # blocking callers need no asyncio
 
         self._queue: asyncio.Queue[Output] = Queue()
+        self._deliver: Callable[[Output], None] = self._queue.put_nowait
         schedule = get_running_loop().call_soon_threadsafe
-        super().__init__(loop, Mailbox(self._queue.put_nowait, schedule))
+        super().__init__(loop, Mailbox(self._pass_on, schedule))
 
     async def __aiter__(self) -> AsyncIterator[Output]:
         """Yield the outputs of the call's requests as they arrive, until every request has ended.
@@ -195,6 +196,18 @@ class AsyncGeneration(Outputs):
 
                 await sleep(_RETRY_INTERVAL_S)  # other callers fill the queue
                 self.submit_waiting()
+
+    def redirect(self, deliver: Callable[[Output], None]) -> None:
+        """Pass all outputs to `deliver` instead of the iterator, also outputs that have arrived.
+
+        An output with an error is passed on as it is.
+        """
+        while not self._queue.empty():
+            deliver(self._queue.get_nowait())
+        self._deliver = deliver
+
+    def _pass_on(self, output: Output) -> None:
+        self._deliver(output)
 
     async def wait(self) -> list[Completion]:
         """Read all outputs; return the complete answers, sorted by index."""

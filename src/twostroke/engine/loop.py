@@ -155,6 +155,17 @@ class EngineLoop:
             self._scheduler.flush()
             self._condition.notify()
 
+    def change_limits(self, token_budget: int, max_running: int) -> None:
+        """Change the limits of later steps; no answer depends on them.
+
+        Raises:
+            UsageError: as `Scheduler.change_limits`.
+        """
+        with self._condition:
+            self._scheduler.change_limits(token_budget, max_running)
+            self._step_limit.change_budget(self.config.step_budget)
+            self._condition.notify()
+
     def snapshot(self) -> Snapshot:
         """Return all counts of the engine at this moment."""
         with self._condition:
@@ -284,7 +295,9 @@ class EngineLoop:
                 return False
             for request, error in self._scheduler.pop_overdue():
                 self._fail(request, error)
-            plan = self._scheduler.plan(self._step_limit.max_tokens) if self._may_start else None
+            plan = (
+                self._scheduler.plan(self._step_limit.lowered_tokens) if self._may_start else None
+            )
             is_idle = plan is None and not self._steps
             if is_idle:
                 self._heartbeat.pause(self._condition, self._idle_s)

@@ -27,6 +27,7 @@ class Usage(Frozen):
 
     `cached_tokens` are prompt tokens that the prefix cache had. `accepted_tokens` and
     `rejected_tokens` are draft tokens; accepted ones are part of `completion_tokens`.
+    `reused_tokens` of `completion_tokens` were computed for an equal request.
     """
 
     prompt_tokens: int
@@ -34,6 +35,7 @@ class Usage(Frozen):
     completion_tokens: int
     accepted_tokens: int = 0
     rejected_tokens: int = 0
+    reused_tokens: int = 0
 
 
 class Timings(Frozen):

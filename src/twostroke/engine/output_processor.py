@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from twostroke.core.request import Request
     from twostroke.core.step import RequestDelta
     from twostroke.engine.output import Mailbox
+    from twostroke.engine.resumption import AnswerProgress
     from twostroke.model.tokenizer import Tokenizer
 
 
@@ -42,6 +43,20 @@ class OutputProcessor(RequestListener):
             preface=params.preface,
             drops_space=params.drops_space,
         )
+
+    def resume(self, delivered: AnswerProgress) -> None:
+        """Continue the answer after the part that another engine has delivered.
+
+        Call this before the request is submitted. Its outputs begin after the delivered part.
+        """
+        request = self.request
+        request.tokens += delivered.tokens
+        request.num_scored = delivered.num_scored
+        self._read(tuple(delivered.tokens))
+        self.num_output = len(delivered.tokens)
+        self.first_token_s = delivered.first_token_s
+        self.last_token_s = delivered.last_token_s
+        self.delivered = delivered
 
     def take(self, delta: RequestDelta, now_s: float) -> Output:
         """Return an output with the tokens that a step sampled for the request, and their text.
@@ -91,9 +106,11 @@ class OutputProcessor(RequestListener):
     def _with_progress(self, output: Output) -> Output:
         """Add the number of prefilled tokens to an output before the first token, if requested."""
         request = self.request
-        if request.hints.shows_progress and not self.first_token_s:
+        num_read = min(request.num_computed, request.num_prompt)
+        is_new = self.delivered is None or num_read > self.delivered.num_read
+        if request.hints.shows_progress and not self.first_token_s and is_new:
             output.usage = self._usage()
-            output.num_read = min(request.num_computed, request.num_prompt)
+            output.num_read = num_read
         return output
 
     def _read(self, tokens: tuple[int, ...]) -> tuple[str, int]:

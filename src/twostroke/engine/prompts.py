@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from twostroke.core.sampling import SamplingParams
+    from twostroke.engine.chat.content_marks import ContentMarks
     from twostroke.engine.chat.conversation import Chat
     from twostroke.engine.model_card import ModelCard
     from twostroke.model.tokenizer import InfillTokens, Prompt
@@ -221,10 +222,11 @@ def encode_chat(card: ModelCard, messages: Sequence[Mapping[str, object]]) -> li
 
 def encode_turn(
     card: ModelCard, messages: Sequence[Mapping[str, object]], params: SamplingParams
-) -> tuple[list[int], SamplingParams, Hints]:
+) -> tuple[list[int], SamplingParams, Hints, ContentMarks | None]:
     """Return the token ids of a conversation, and the parameters and hints of its answer.
 
-    A model that reasons before it answers gets a constraint on its reasoning with the parameters.
+    Also returns the marks around the text of the answer. A model that reasons before it answers
+    gets a constraint on its reasoning with the parameters.
 
     Raises:
         RequestError: the model has no chat template, or the template refuses the messages.
@@ -237,7 +239,7 @@ def encode_turn(
     hints = with_shared_lengths(
         card, NO_HINTS, turn.prompt, tokens, messages=messages, render=render
     )
-    return tokens, turn.constrained(params), hints
+    return tokens, turn.constrained(params), hints, turn.content_marks
 
 
 def chat_of(card: ModelCard) -> Chat:

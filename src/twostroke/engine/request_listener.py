@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from twostroke.core.step import RequestDelta
     from twostroke.engine.counters import ServiceCounter
     from twostroke.engine.output import Mailbox
+    from twostroke.engine.resumption import AnswerProgress
 
 
 class RequestListener(ABC):
@@ -27,6 +28,7 @@ class RequestListener(ABC):
         num_unused: correct draft tokens that were discarded because they follow a stop string.
         first_token_s: time of the first token on the engine's clock; 0 before it.
         last_token_s: time of the newest token on the engine's clock; 0 before the first.
+        delivered: the part of the answer that another engine has delivered; None if there is none.
     """
 
     counter: ServiceCounter
@@ -50,6 +52,7 @@ class RequestListener(ABC):
         self.num_unused = 0
         self.first_token_s = 0.0
         self.last_token_s = 0.0
+        self.delivered: AnswerProgress | None = None
 
     @abstractmethod
     def take(self, delta: RequestDelta, now_s: float) -> Output | None:
@@ -74,17 +77,22 @@ class RequestListener(ABC):
         output.finish_reason = reason
         output.stop = stop
         output.usage = self._usage()
-        output.timings = Timings(
-            request.arrival_s, request.started_s, self.first_token_s, self.last_token_s
-        )
+        arrival_s, started_s = request.arrival_s, request.started_s
+        if self.delivered is not None and self.delivered.started_s:
+            started_s = self.delivered.started_s
+            arrival_s = min(arrival_s, started_s)  # another server has its own clock
+        output.timings = Timings(arrival_s, started_s, self.first_token_s, self.last_token_s)
         return output
 
     def _usage(self) -> Usage:
         request = self.request
         num_accepted = request.num_accepted - self.num_unused
+        cached_tokens = request.num_cached
+        if self.delivered is not None and self.delivered.first_token_s:
+            cached_tokens = self.delivered.cached_tokens
         return Usage(
             prompt_tokens=request.num_prompt,
-            cached_tokens=request.num_cached,
+            cached_tokens=cached_tokens,
             completion_tokens=self.num_output,
             accepted_tokens=num_accepted,
             rejected_tokens=request.num_drafted - num_accepted,

@@ -164,6 +164,7 @@ def test_an_address_in_use_ends_the_start(tmp_path: Path) -> None:
     [
         {"role": "decode"},
         {"prefill_peers": ("a:1",)},
+        {"peer_listing": "peers"},
         {"peer_address": "a:1"},
         {"disaggregate": "always"},
         {"role": "prefill", "peer_address": "nowhere"},

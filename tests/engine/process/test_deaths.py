@@ -97,19 +97,25 @@ def test_what_was_cancelled_is_not_asked_of_the_next_process(model: str) -> None
     asyncio.run(run())
 
 
-def test_a_constraint_that_kills_its_engine_is_not_compiled_twice(model: str) -> None:
+def test_a_constraint_that_kills_two_engines_is_not_compiled_again(model: str) -> None:
     async def run() -> None:
         async with started(model) as engine:
-            os.kill(engine.supervisor.pid, signal.SIGSTOP)
-            begun = asyncio.create_task(engine.compile(Constraint("regex", "a")))
-            await asyncio.sleep(0)
-            engine.on_message(wire.RequestsStarted([*engine._inquiries]))
-            waiting = asyncio.create_task(engine.compile(Constraint("regex", "b")))
-            await asyncio.sleep(0)
-            os.kill(engine.supervisor.pid, signal.SIGKILL)
-            with pytest.raises(EngineDiedError):
-                await begun
-            assert await waiting == ()
+            constraint = Constraint("regex", "a")
+            for previous_deaths in range(2):
+                os.kill(engine.supervisor.pid, signal.SIGSTOP)
+                begun = asyncio.create_task(engine.compile(constraint))
+                await asyncio.sleep(0)
+                engine.on_message(wire.RequestsStarted([*engine._inquiries]))
+                waiting = asyncio.create_task(engine.compile(Constraint("regex", "b")))
+                await asyncio.sleep(0)
+                os.kill(engine.supervisor.pid, signal.SIGKILL)
+                if previous_deaths:
+                    with pytest.raises(EngineDiedError):
+                        await begun
+                else:
+                    assert await begun == ()
+                    engine.pending.crash_history.record_death([wire.Compile(0, constraint)])
+                assert await waiting == ()
 
     asyncio.run(run())
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from twostroke.core.errors import DeadlineError, OverloadedError
+from twostroke.core.errors import DeadlineError, EngineDiedError, OverloadedError
 from twostroke.core.request import NO_HINTS, EmbeddingParams
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.client import Caller
@@ -93,8 +93,9 @@ def test_a_timeout_that_the_engine_did_not_keep_says_whether_anything_was_comput
         message = wire.Generate(1, [[1]], SamplingParams(), Caller(timeout_s=-1), NO_HINTS)
         outputs = RemoteOutputs(message, 1, lambda _: None)
         pending.add(outputs)
-        outputs.has_started = has_begun
-        pending.end_timed_out()
+        if has_begun:
+            outputs.start()
+        pending.end_late(EngineDiedError("It died."))
         with pytest.raises(DeadlineError) as late_error:
             await outputs.accepted
         assert late_error.value.facts["is_unrun"] is not has_begun

@@ -23,7 +23,7 @@ def test_everybody_gets_the_right_end_whenever_an_engine_dies(
         play_service(seed, counts)
     print(dict(counts))
     assert counts["operations"] >= rounds * NUM_ROUNDS * 2_750
-    for name in ("answered", "told", "die", "cancelled", "refused"):
+    for name in ("answered", "resumed", "die", "cancelled", "refused"):
         assert counts[name] > 50, f"too few were {name}"
     for name in ("preemptions", "hit tokens", "killers refused", "failed alone", "left"):
         assert counts[name] > 10, f"too few {name}"

@@ -4,24 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support.remote import ANYONE, GREEDY, LONG, PROMPTS, start_generation, started, texts, until
+from support.remote import (
+    ANYONE,
+    GREEDY,
+    LONG,
+    PROMPTS,
+    first_of,
+    start_generation,
+    started,
+    texts,
+)
 from support.tiny import Tiny, write_tiny_gguf
 from twostroke.core.constraint import Constraint
 from twostroke.core.errors import EngineDiedError, EngineKillerError
 from twostroke.core.request import NO_HINTS
+from twostroke.core.sampling import SamplingParams
+from twostroke.engine.output import Output
 from twostroke.engine.process import messages as wire
 from twostroke.engine.process import supervisor
-from twostroke.engine.process.pending import CrashHistory, PendingCalls, RemoteOutputs
+from twostroke.engine.process.pending import (
+    CrashHistory,
+    PendingCalls,
+    RemoteOutputs,
+    ResumptionLimits,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from twostroke.engine.process.remote import RemoteEngine
 
 DEATH = EngineDiedError("It died.")
 
@@ -35,18 +50,32 @@ class SentCalls:
 
     def __init__(self) -> None:
         self.sent: list[int] = []
-        self.pending = PendingCalls(lambda message: self.sent.append(message.id))  # type: ignore[union-attr]
-        self._ids = iter(range(1, 100))
+        self.pending = PendingCalls(self._record)
+
+    def _record(self, message: wire.ServerMessage) -> None:
+        if isinstance(message, wire.Generate):
+            self.sent.append(message.id)
 
     def submit(self, prompt: int, *, begins: bool = False) -> RemoteOutputs:
-        outputs = RemoteOutputs(make_call(next(self._ids), prompt), 1, lambda _: None)
+        outputs = RemoteOutputs(make_call(next(self.pending.ids), prompt), 1, lambda _: None)
         self.pending.add(outputs)
-        outputs.has_started = begins
+        if begins:
+            outputs.start()
         return outputs
+
+    def begin(self, *calls: RemoteOutputs) -> None:
+        """Let the engine process start calls."""
+        for outputs in calls:
+            outputs.start()
+
+    def put(self, outputs: RemoteOutputs) -> None:
+        """Deliver an output of a call."""
+        outputs.put(Output(0, "", (5,)))
+        self.pending.on_output(outputs)
 
     def die(self) -> None:
         self.sent.clear()
-        self.pending.end_started(DEATH, [])
+        self.pending.take_back(DEATH, [])
         self.pending.is_up = True
         self.pending.send_waiting()
 
@@ -55,20 +84,68 @@ def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(work)
 
 
-def test_what_was_there_at_two_deaths_runs_alone() -> None:
+def test_what_was_there_at_two_deaths_runs_alone_and_then_goes_on_with_others() -> None:
+    async def work() -> None:
+        calls = SentCalls()
+        first, second = calls.submit(7, begins=True), calls.submit(8, begins=True)
+        calls.die()
+        assert calls.sent == [first.message.id, second.message.id]
+        calls.begin(first, second)
+        calls.die()
+        late_call = calls.submit(2)
+        assert calls.sent == [first.message.id]
+        calls.put(first)
+        assert calls.sent[-1] == second.message.id  # the first is paused
+        assert {first.message.id, late_call.message.id} == calls.pending.unsent.keys()
+        calls.put(second)
+        assert not calls.pending.unsent
+        assert sorted(calls.sent[-2:]) == sorted([first.message.id, late_call.message.id])
+
+    run(work())
+
+
+def test_a_paused_call_gets_no_output_of_its_earlier_number() -> None:
     async def work() -> None:
         calls = SentCalls()
         for _ in range(2):
-            calls.submit(7, begins=True)
-            calls.submit(8, begins=True)
+            calls.pending.crash_history.record_death([make_call(0, 7)])
+        paused = calls.submit(1, begins=True)
+        number = paused.message.id
+        calls.submit(7)
+        assert number not in calls.pending.open
+        assert paused.message.id in calls.pending.unsent
+
+    run(work())
+
+
+def test_a_call_fails_after_as_many_deaths_as_it_may_survive() -> None:
+    async def work() -> None:
+        calls = SentCalls()
+        calls.pending.limits = ResumptionLimits(max_attempts=2)
+        outputs, other = calls.submit(7, begins=True), calls.submit(8, begins=True)
+        outputs.accepted.set_result(None)
+        for number in range(3):
+            assert not outputs.num_open or number < 3
+            calls.begin(outputs, other)
             calls.die()
-        other = calls.submit(1, begins=True)
-        suspect, late_call = calls.submit(7), calls.submit(2)
-        assert calls.sent == [other.message.id]  # it waits for the other, and others for it
-        calls.pending.remove(other)
-        assert calls.sent == [other.message.id, suspect.message.id]
-        calls.pending.on_output(suspect)
-        assert calls.sent[2:] == [late_call.message.id]
+        with pytest.raises(EngineDiedError):
+            await anext(aiter(outputs))
+
+    run(work())
+
+
+def test_a_call_that_waits_too_long_for_another_process_fails() -> None:
+    async def work() -> None:
+        calls = SentCalls()
+        calls.pending.limits = ResumptionLimits(max_wait_s=0.0)
+        begun = calls.submit(7, begins=True)
+        waiting = calls.submit(8)
+        calls.pending.take_back(DEATH, [])
+        await asyncio.sleep(0.01)
+        calls.pending.end_late(DEATH)
+        with pytest.raises(EngineDiedError):
+            await begun.accepted
+        assert [*calls.pending.unsent.values()] == [waiting]
 
     run(work())
 
@@ -77,8 +154,7 @@ def test_a_suspect_that_leaves_lets_others_go() -> None:
     async def work() -> None:
         calls = SentCalls()
         for _ in range(2):
-            calls.submit(7, begins=True)
-            calls.die()
+            calls.pending.crash_history.record_death([make_call(0, 7)])
         suspect, late_call = calls.submit(7), calls.submit(2)
         assert calls.sent == [suspect.message.id]
         calls.pending.remove(suspect)
@@ -91,12 +167,11 @@ def test_a_suspect_that_waits_does_not_hold_up_others_for_ever() -> None:
     async def work() -> None:
         calls = SentCalls()
         for _ in range(2):
-            calls.submit(7, begins=True)
-            calls.die()
+            calls.pending.crash_history.record_death([make_call(0, 7)])
         calls.submit(7)
         late_call = calls.submit(2)
         calls.die()  # before it has begun
-        assert calls.sent == [3]
+        assert calls.sent == [1]
         assert late_call.message.id in calls.pending.unsent
 
     run(work())
@@ -136,27 +211,31 @@ def test_no_number_of_deaths_beside_other_requests_refuses_a_request() -> None:
     assert history.is_refused(make_call(1, 7))
 
 
-def test_after_a_third_death_a_request_stays_alone_to_its_end() -> None:
+def test_after_a_fourth_death_a_request_stays_alone_to_its_end() -> None:
     async def work() -> None:
         calls = SentCalls()
-        for _ in range(2):
-            calls.submit(7, begins=True)
-            calls.submit(8, begins=True)
-            calls.die()
-        suspect = calls.submit(7, begins=True)
-        joined = calls.submit(1, begins=True)
-        calls.pending.on_output(suspect)
-        assert joined.message.id in calls.sent  # it joined after the first output
-        calls.die()
-        assert not calls.pending.crash_history.is_refused(suspect.message)
+        history = calls.pending.crash_history
+        for number in range(4):
+            history.record_death([make_call(0, 7), make_call(0, 100 + number)])
         repeated_call = calls.submit(7, begins=True)
         late_call = calls.submit(2)
-        calls.pending.on_output(repeated_call)
+        calls.put(repeated_call)
         assert late_call.message.id in calls.pending.unsent
         calls.pending.remove(repeated_call)
         assert late_call.message.id in calls.sent
 
     run(work())
+
+
+def test_a_death_after_outputs_refuses_a_request_only_if_it_was_meant_to_stay_alone() -> None:
+    """Otherwise a user who ends processes by hand would have a long answer refused."""
+    history, message = CrashHistory(), make_call(1, 7)
+    for _ in range(4):
+        history.record_death([message], has_output=True)
+        assert not history.is_refused(message)
+    assert history.must_run_alone_to_its_end(message)
+    history.record_death([message], has_output=True)
+    assert history.is_refused(message)
 
 
 def test_suspects_are_forgotten_after_an_hour_and_when_there_are_many() -> None:
@@ -185,31 +264,43 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_tiny_gguf(path, Tiny(context_length=4096)))
 
 
-async def kill_while_it_computes(engine: RemoteEngine) -> None:
-    """Submit a request that kills the engine process before it sends an output."""
-    os.kill(engine.supervisor.pid, signal.SIGSTOP)
-    asking = asyncio.create_task(start_generation(engine, LONG))
-    await asyncio.sleep(0)
-    engine.on_message(wire.RequestsStarted([*engine._pending.open]))
-    deaths = engine.num_deaths
-    os.kill(engine.supervisor.pid, signal.SIGKILL)
-    with pytest.raises(EngineDiedError):
-        await asking
-    await until(lambda: engine.supervisor.is_up and engine.num_deaths > deaths)
-
-
-def test_a_killer_is_refused_and_does_not_end_the_server(
-    model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def killer_tokens(monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """Two tokens: an engine process dies of the first in its first step, of the second later."""
+    hook = Path(__file__).parents[2] / "support" / "killer_hook"
+    python_path = [str(hook), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(python_path))
+    monkeypatch.setenv("KILLER_TOKEN", "7")
+    monkeypatch.setenv("LATE_KILLER_TOKEN", "8")
     monkeypatch.setattr(supervisor, "BACK_OFF_S", (0.0,))
+    return 7, 8
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_killer_is_refused_after_three_deaths_and_others_go_on(
+    model: str, killer_tokens: tuple[int, int], is_late: bool
+) -> None:
+    killer = [killer_tokens[is_late], 9]
+    others = [[1, 2, 3], [4, 5], [6]]
+    params = SamplingParams(max_tokens=1500, temperature=0, ignore_eos=True)
 
     async def work() -> None:
         async with started(model) as engine:
-            for _ in range(3):
-                await kill_while_it_computes(engine)
+            expected = [
+                await texts(await engine.generate([prompt], params, ANYONE, NO_HINTS))
+                for prompt in others
+            ]
+            running = [
+                await engine.generate([prompt], params, ANYONE, NO_HINTS) for prompt in others
+            ]
+            await asyncio.gather(*map(first_of, running))
             with pytest.raises(EngineKillerError, match="refused for an hour"):
-                await start_generation(engine, LONG)
-            assert await texts(await start_generation(engine))
+                await texts(await engine.generate([killer], GREEDY, ANYONE, NO_HINTS))
+            with pytest.raises(EngineKillerError):
+                await engine.generate([killer], GREEDY, ANYONE, NO_HINTS)
+            for outputs, text in zip(running, expected, strict=True):
+                assert text[0].endswith((await texts(outputs))[0])
+                assert outputs.num_deaths
             assert engine.num_deaths == 3
 
     run(work())

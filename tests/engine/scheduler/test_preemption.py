@@ -139,3 +139,30 @@ def test_slice_of_a_preempted_request_goes_back_into_the_budget():
         assert not {slice_.request for slice_ in plan.slices} & set(plan.preempted)
         steps.land(plan)
     steps.finish()
+
+
+def test_a_lower_limit_lets_an_urgent_request_preempt_only_one():
+    steps = Steps(num_pages=64, max_running=8)
+    for name in "abcdefgh":
+        steps.add(name, 3, max_tokens=9)
+    steps.step()
+    steps.scheduler.change_limits(64, 2)
+    steps.add("urgent", 3, max_tokens=9, priority=-1)
+    plan = steps.plan()
+    assert [request.id for request in plan.preempted] == ["h"]
+    assert "urgent" in [slice_.request.id for slice_ in plan.slices]
+    steps.land(plan)
+    steps.finish()
+
+
+def test_after_a_lower_limit_an_urgent_request_preempts_more_only_for_pages():
+    steps = Steps(num_pages=16, max_running=8, cache=False)
+    for name in "abcdefgh":
+        steps.add(name, 3, max_tokens=4)
+    steps.step()
+    steps.scheduler.change_limits(64, 2)
+    steps.add("urgent", 30, max_tokens=9, priority=-1)
+    plan = steps.plan()
+    assert 1 < len(plan.preempted) < 7
+    steps.land(plan)
+    steps.finish()

@@ -8,7 +8,7 @@ import pytest
 
 from support.random_rounds import play_scheduler
 
-NUM_OPERATIONS = 6_000
+NUM_OPERATIONS = 20_000
 
 
 @pytest.mark.slow
@@ -20,7 +20,7 @@ def test_any_order_of_operations_keeps_pages_tokens_and_progress(rounds):
         play_scheduler(seed, counts)
         seed += 1
     print(dict(counts))
-    for name in ("add", "end", "commit", "refuse", "flush"):
+    for name in ("add", "end", "commit", "refuse", "flush", "changed limits"):
         assert counts[name] > NUM_OPERATIONS // 500, f"too few of {name}"
     for name in ("end in flight", "branches", "moves", "lose", "recall", "expire", "stop late"):
         assert counts[name] > NUM_OPERATIONS // 10_000, f"too few {name}"

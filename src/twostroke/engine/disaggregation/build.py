@@ -31,7 +31,8 @@ def start_disaggregation(
     engine can exchange. Call this before the first request.
 
     Raises:
-        UsageError: the secret is empty, or `--peer-link` needs NIXL, which is not installed.
+        UsageError: the secret is empty, `--peer-link` needs NIXL, which is not installed, or the
+            file of prefill engines cannot be read.
         PortInUseError: the engine cannot listen at its address.
     """
     link = options.peer_link
@@ -72,7 +73,8 @@ def _page_file(options: DisaggregationOptions, backend: Backend) -> int | None:
     """
     assert backend.pages is not None
     hosts = [parse_address(peer, "prefill_peers")[0] for peer in options.prefill_peers]
+    are_local = options.peer_listing is None and all(is_own_address(host) for host in hosts)
     may_use_nixl = options.peer_link != "socket" and nixl.obstacle() is None
-    if not may_use_nixl or all(is_own_address(host) for host in hosts):
+    if not may_use_nixl or are_local:
         return None
     return share(backend.pages)

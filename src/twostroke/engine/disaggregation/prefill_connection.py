@@ -190,6 +190,7 @@ class PrefillEngineConnection:
         num_bytes: bytes fetched.
         seconds, expected_s: total duration of ended transfers, measured and expected.
         fetch_s: total time of fetches.
+        is_retired: whether the prefill engine gets no more prompts, as it is not listed any more.
     """
 
     def __init__(
@@ -213,6 +214,7 @@ class PrefillEngineConnection:
         self.seconds = 0.0
         self.expected_s = 0.0
         self.fetch_s = 0.0
+        self.is_retired = False
         self._address = address
         self._secret = secret
         self._spec = spec
@@ -245,7 +247,12 @@ class PrefillEngineConnection:
     @property
     def is_up(self) -> bool:
         """Whether prompts can be sent to the prefill engine."""
-        return self._state == "up"
+        return self._state == "up" and not self.is_retired
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether no KV transfer from the prefill engine runs or holds pages."""
+        return not self.transfers and not self._ended_transfers
 
     def close(self) -> None:
         """End all KV transfers and the connection to the prefill engine."""

@@ -31,7 +31,7 @@ class Entry:
     previous: bytes = b""
 
     def score(self, now_s: float) -> float:
-        """Return the page's worth on disk; pages with the lowest scores are evicted first.
+        """Return the page's value on disk; pages with the lowest values are evicted first.
 
         The score is the prefill time saved, divided by the page's bytes and by the time since its
         last use: hyperbolic caching (Blankstein et al., USENIX ATC 2017) with a cost and a size.

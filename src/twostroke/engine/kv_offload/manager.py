@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from itertools import pairwise
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -15,6 +15,14 @@ from msgspec.structs import replace
 from twostroke.core.frozen import Frozen
 from twostroke.core.request import NO_STATE
 from twostroke.engine.counters import TierTotals
+from twostroke.engine.kv_offload.rules import (
+    MAX_OFFERS,
+    MIN_PREFILL_S,
+    ComputedPages,
+    RecentUses,
+    is_worth_loading,
+    max_loss_s,
+)
 from twostroke.engine.kv_offload.tier import PageValue
 
 if TYPE_CHECKING:
@@ -30,18 +38,12 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("twostroke.engine")
 
-_MIN_PREFILL_S: Final = 0.1  # of a prompt for which tiers are searched
-_MAX_LOSS_RATIO: Final = 0.04  # the part of the prefill time that a failed fetch may lose
 _MAX_DELAY_RATIO: Final = 4.0  # of the expected time to load a snapshot and its pages
-_MIN_SLACK_S: Final = 0.05  # threads may have to wait as long; at most 1/20 of the prefill time
 _NUM_FETCH_THREADS: Final = 4
 _WINDOW_PAGES: Final = 4  # pages fetched or written together; the first page comes alone
 _READ_TIME_AGE_S: Final = 60.0  # after which a tier that was slow is tried again
 _NEW_WEIGHT: Final = 0.2  # of a new measurement in the moving average
-_MAX_OFFERS: Final = 1000  # that wait to be written
-_MAX_SEEN_KEYS: Final = 1 << 17  # of pages that were computed once
 _MAX_WRITE_TIME_RATIO: Final = 0.1  # of the time while requests run
-_TOUCH_INTERVAL_S: Final = 60.0  # between two notes of a page's use
 _FLUSH_TIMEOUT_S: Final = 3.0  # at the end, for pages that wait to be written
 _CLOSE_TIMEOUT_S: Final = 1.0  # for a tier that does not answer
 
@@ -91,9 +93,9 @@ class OffloadManager:
         self._num_groups = len(spec.groups.windows)
         self._loads: SimpleQueue[_PageLoad | None] = SimpleQueue()
         self._transfers: set[Transfer] = set()  # that have not ended
-        self._seen: OrderedDict[bytes, None] = OrderedDict()
-        self._touched: OrderedDict[bytes, float] = OrderedDict()  # time by key of the last page
-        self._offers: deque[_Offer] = deque(maxlen=_MAX_OFFERS)
+        self._computed = ComputedPages()
+        self._uses = RecentUses()
+        self._offers: deque[_Offer] = deque(maxlen=MAX_OFFERS)
         self._has_offers = threading.Event()
         self._is_closing = False
         runs = [(self._run_writer, "twostroke-pages")]
@@ -151,14 +153,8 @@ class OffloadManager:
         chain, keep_s = state.chain, state.request.hints.keep_s
         if chain is None:
             return
-        last_key, now_s = chain.keys[num_pages - 1], time.monotonic()
-        touched_s = self._touched.get(last_key, -_TOUCH_INTERVAL_S)
-        if not keep_s and now_s - touched_s < _TOUCH_INTERVAL_S:
-            return
-        self._touched[last_key] = now_s
-        if len(self._touched) > _MAX_OFFERS:
-            self._touched.popitem(last=False)
-        self._offer(chain.keys[:num_pages], 0, num_pages, keep_s, first_state=num_pages - 1)
+        if self._uses.add(chain.keys[num_pages - 1], time.monotonic(), always=keep_s > 0):
+            self._offer(chain.keys[:num_pages], 0, num_pages, keep_s, first_state=num_pages - 1)
 
     def on_computed(self, state: RequestState, first: int, end: int) -> None:
         """Queue KV pages that a request has computed for storing.
@@ -169,15 +165,7 @@ class OffloadManager:
         chain, request = state.chain, state.request
         if chain is None:
             return
-        keys = chain.keys[first:end]
-        num_seen = 0
-        for key in keys:
-            if key in self._seen:
-                num_seen += 1
-            self._seen[key] = None
-            self._seen.move_to_end(key)
-        while len(self._seen) > _MAX_SEEN_KEYS:
-            self._seen.popitem(last=False)
+        num_seen = self._computed.add(chain.keys[first:end])
         num_kept = request.num_prompt // self._page_size if request.hints.keep_s else 0
         count = max(num_seen, min(end, num_kept) - first)
         if count > 0:
@@ -206,16 +194,16 @@ class OffloadManager:
         """
         prefill_s = self._prefill_s(0, len(state.request.tokens))
         is_hanging = any(transfer.is_dropped for transfer in self._transfers)
-        if (prefill_s < _MIN_PREFILL_S and self._is_measured()) or is_hanging or self._is_closing:
+        if (prefill_s < MIN_PREFILL_S and self._is_measured()) or is_hanging or self._is_closing:
             return False
-        slack_s = max(_MAX_LOSS_RATIO * prefill_s, min(_MIN_SLACK_S, prefill_s / 20))
+        may_lose_s = max_loss_s(prefill_s)
         if not self._is_measured():
-            slack_s = max(_MIN_PREFILL_S, prefill_s / 2)
-        transfer = self._pages.begin(state, slack_s)
+            may_lose_s = max(MIN_PREFILL_S, prefill_s / 2)
+        transfer = self._pages.begin(state, may_lose_s)
         if transfer is None:
             return False
         self._transfers.add(transfer)
-        self._loads.put(_PageLoad(state, transfer, time.monotonic(), slack_s))
+        self._loads.put(_PageLoad(state, transfer, time.monotonic(), may_lose_s))
         return True
 
     # The fetching threads.
@@ -256,7 +244,12 @@ class OffloadManager:
             expected_s += state_tier.state_s(self._spec)
         max_expected_s = prefill_s / 2 if self._is_measured() else prefill_s
         first_page_s = sources.pages[missing[0]].page_s() if missing else 0.0
-        if expected_s > max_expected_s or first_page_s > slack_s / 2:
+        if not is_worth_loading(
+            expected_s,
+            first_page_s=first_page_s,
+            max_expected_s=max_expected_s,
+            slack_s=slack_s,
+        ):
             for tier in tiers:
                 tier.add(slow=1)
             return
@@ -517,7 +510,7 @@ class _MeasuredTier:
         return self._page_s if time.monotonic() < self._measured_until_s else 0.0
 
     def record_state_read(self, read_s: float) -> None:
-        """Note the time that it took to read a snapshot of the recurrent states."""
+        """Record how long the last read of a snapshot of the recurrent states took."""
         self._state_s = read_s
 
     def state_s(self, spec: KvCacheSpec) -> float:

@@ -14,11 +14,11 @@ from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final, TypeVar
-from urllib.parse import urlsplit
 
 from twostroke.core import env
 from twostroke.core.env import install_command
 from twostroke.core.errors import UsageError
+from twostroke.core.urls import redis_address, redis_password
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -61,7 +61,7 @@ class RedisTier:
         """
         secret = env.store_key()
         self._redis = _client(url)
-        self.address = _address(url)
+        self.address = redis_address(url)
         from cryptography.exceptions import InvalidTag
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
         from redis.exceptions import RedisError
@@ -284,7 +284,7 @@ def _client(url: str) -> Redis:
     try:
         client: Redis = Redis.from_url(
             url,
-            password=urlsplit(url).password or env.store_password(),
+            password=redis_password(url),
             socket_connect_timeout=_TIMEOUT_S,
             socket_timeout=_TIMEOUT_S,
             socket_read_size=1 << 20,
@@ -296,12 +296,6 @@ def _client(url: str) -> Redis:
         reason = "must be a URL such as rediss://HOST:6379/0."
         raise UsageError(reason, field="page_store") from None
     return client
-
-
-def _address(url: str) -> str:
-    """Return a Redis URL without its password, for logs."""
-    parts = urlsplit(url)
-    return parts.netloc.rpartition("@")[2] or parts.path
 
 
 def _derive_key(secret: bytes, use: bytes) -> bytes:

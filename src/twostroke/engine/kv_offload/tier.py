@@ -37,7 +37,7 @@ class KvCacheSpec(Frozen):
             equal, results are equal bit for bit.
         only_prompts: whether pages with generated tokens are never reused
             (`PrefixIndex.reuse_generated` is False).
-        version: the form of pages.
+        version: the version of the pages' byte layout.
         state_bytes: bytes of a snapshot of the recurrent states; 0 for models without such states.
     """
 
@@ -77,7 +77,7 @@ class KvCacheSpec(Frozen):
 
 
 class PageValue(Frozen):
-    """The worth of a stored KV page or snapshot, by which tiers choose which of them to evict.
+    """The value of a stored KV page or snapshot, by which tiers choose which of them to evict.
 
     Attributes:
         saved_s: seconds to compute the page's sequence, divided by the number of its pages. For a

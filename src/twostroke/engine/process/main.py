@@ -20,7 +20,13 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from twostroke.core.errors import BackendError, EngineStoppedError, MemoryLimitError, TwostrokeError
+from twostroke.core.errors import (
+    BackendError,
+    EngineStoppedError,
+    MemoryLimitError,
+    TwostrokeError,
+    UsageError,
+)
 from twostroke.core.process_tuning import tune_garbage_collector
 from twostroke.core.transport.connection import Connection
 from twostroke.core.transport.frames import ConnectionLostError, InvalidMessageError
@@ -184,8 +190,16 @@ class RequestHandler:
                 self._server.send(wire.StatusReply(message.id, status))
             case wire.Flush():
                 self.loop.flush()
+            case wire.ChangeLimits():
+                self._change_limits(message)
             case wire.LoadModel() | wire.Close():
                 raise InvalidMessageError("The engine is loaded already.")
+
+    def _change_limits(self, message: wire.ChangeLimits) -> None:
+        try:
+            self.loop.change_limits(message.token_budget, message.max_running)
+        except UsageError as error:  # the server has checked the limits
+            raise InvalidMessageError(str(error)) from None
 
     def _generate(self, message: wire.Generate) -> None:
         self._open[message.id] = _OpenCall(self, message.id, message.waited_s)
@@ -209,7 +223,9 @@ class RequestHandler:
         call = self._open[message.id]
         try:
             if isinstance(message, wire.EmbedTexts):
-                self._client.submit_texts(call, message.texts, message.params, message.caller)
+                self._client.submit_texts(
+                    call, message.texts, message.params, message.caller, message.progress
+                )
                 if call.has_waiting:
                     self._partly_submitted.add(message.id)
             else:
@@ -222,6 +238,7 @@ class RequestHandler:
                     caller=message.caller,
                     hints=message.hints,
                     grammar=grammar,
+                    progress=message.progress,
                 )
         except BaseException as error:  # noqa: BLE001 the server waits for an answer, whatever fails
             self._open.pop(message.id, None)

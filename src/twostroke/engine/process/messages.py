@@ -24,10 +24,11 @@ from twostroke.core.transport.frames import MessageFormat
 from twostroke.engine.client import Caller
 from twostroke.engine.output import Output
 from twostroke.engine.process.served import EngineFacts, EngineStatus
+from twostroke.engine.resumption import AnswerProgress
 from twostroke.engine.status import StepProgress
 from twostroke.model.program.kv_layout import CacheFormat
 
-VERSION: Final = 6  # raise it when a message changes
+VERSION: Final = 8  # raise it when a message changes
 
 _PLAIN_TYPES: Final = (str, int, float, bool, type(None))  # facts of errors are sent unchanged
 
@@ -63,7 +64,8 @@ class LoadModel(Frozen, array_like=True, tag=1):
 class Generate(Frozen, array_like=True, tag=2):
     """The server asks the engine to answer prompts.
 
-    Their requests have waited `waited_s` seconds in the server.
+    Their requests have waited `waited_s` seconds in the server. `progress` has the part of
+    each answer that was delivered before the engine died; it is empty if no engine died.
     """
 
     id: int
@@ -72,12 +74,13 @@ class Generate(Frozen, array_like=True, tag=2):
     caller: Caller
     hints: Hints
     waited_s: float = 0.0
+    progress: tuple[AnswerProgress, ...] = ()
 
 
 class EmbedTexts(Frozen, array_like=True, tag=3):
     """The server asks the engine to embed texts.
 
-    Their requests have waited `waited_s` seconds in the server.
+    `waited_s` and `progress` are as in `Generate`.
     """
 
     id: int
@@ -85,6 +88,7 @@ class EmbedTexts(Frozen, array_like=True, tag=3):
     params: EmbeddingParams
     caller: Caller
     waited_s: float = 0.0
+    progress: tuple[AnswerProgress, ...] = ()
 
 
 class Cancel(Frozen, array_like=True, tag=4):
@@ -122,7 +126,16 @@ class Close(Frozen, array_like=True, tag=8):
     """The server asks the engine process to end."""
 
 
-ServerMessage = LoadModel | Generate | EmbedTexts | Cancel | Compile | GetStatus | Flush | Close
+class ChangeLimits(Frozen, array_like=True, tag=9):
+    """The server changes the limits of later steps."""
+
+    token_budget: int
+    max_running: int
+
+
+ServerMessage = (
+    LoadModel | Generate | EmbedTexts | Cancel | Compile | GetStatus | Flush | Close | ChangeLimits
+)
 
 # From the engine.
 

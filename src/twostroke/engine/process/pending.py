@@ -1,13 +1,17 @@
 """The open calls of an engine in another process, and the history of its crashes.
 
 A call is one `Generate` or `EmbedTexts` message. `PendingCalls` keeps calls until their last
-output and sends them to the process. `CrashHistory` finds requests that kill engines.
+output and sends them to the process. After the death of the process, it sends them to the next
+process, which continues their answers. `CrashHistory` finds requests that kill engines.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
+import math
+import secrets
 import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Final
@@ -15,25 +19,34 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec.structs import replace
 
-from twostroke.core.errors import DeadlineError, OverloadedError
+from twostroke.core.errors import (
+    DeadlineError,
+    EngineDiedError,
+    EngineKillerError,
+    OverloadedError,
+)
 from twostroke.core.message_text import counted_noun
 from twostroke.core.request import FinishReason
 from twostroke.engine.output import Output, Usage
 from twostroke.engine.process import messages as wire
+from twostroke.engine.process.served import UnreadOutputs
+from twostroke.engine.resumption import DeliveredAnswer, ResumptionLimits, ResumptionTotals
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import Callable, Sequence
 
     from twostroke.core.errors import TwostrokeError
     from twostroke.engine.client import Caller
+    from twostroke.engine.resumption import AnswerProgress
     from twostroke.engine.scheduler.config import SchedulerConfig
 
 _QUEUE_FULL_S: Final = 0.05  # a full queue is assumed to stay full for this time
 _MAX_REFUSALS: Final = 1000  # that are remembered
 _TIMEOUT_GRACE_S: Final = 0.25  # in which the engine ends a timed-out request itself
+_SEED_BITS: Final = 62
 
 
-class RemoteOutputs:
+class RemoteOutputs(UnreadOutputs):
     """The outputs of one call to an engine process, which the server reads in its event loop.
 
     Attributes:
@@ -41,6 +54,12 @@ class RemoteOutputs:
         received_s: when the server got the call, on the monotonic clock.
         accepted: done when the engine has queued the call, or refused it.
         has_started: whether a step has computed a request of the call.
+        is_started: the same, in the present engine process.
+        has_output: whether the present engine process has sent an output of the call, since the
+            call was sent to it last.
+        died_s: the time of the death after which the call has no output yet; None without it.
+        num_deaths: deaths of engine processes that were computing the call.
+        was_admitted: whether an engine process has queued the call.
         is_cancelled: whether the caller has cancelled the call.
         num_open: answers that have not ended.
         num_requests, num_tokens: the size of the call in the queue.
@@ -59,9 +78,12 @@ class RemoteOutputs:
         self.message = message
         self.received_s = time.monotonic()
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.has_started = False
+        self.has_started = self.is_started = self.has_output = False
+        self.died_s: float | None = None
+        self.num_deaths = 0
         self.is_cancelled = False
-        self.num_open = num_open
+        self.num_open = num_open - sum(progress.has_ended for progress in message.progress)
+        super().__init__(self.num_open)
         if isinstance(message, wire.EmbedTexts):  # its texts are submitted as the queue has room
             self.num_requests = 1
             self.num_tokens = sum(map(len, message.texts))
@@ -69,40 +91,56 @@ class RemoteOutputs:
             self.num_requests = num_open
             self.num_tokens = sum(map(len, message.prompts)) * message.params.n
         self._cancel = cancel
-        self._unread: asyncio.Queue[Output] = asyncio.Queue()
-        self._num_unread_ends = num_open
-
-    async def __aiter__(self) -> AsyncIterator[Output]:
-        """Yield the call's outputs as they arrive, until every answer has ended.
-
-        Raises:
-            RequestError: the request's constraint leaves no token to sample.
-            EngineStoppedError: the engine died.
-            TwostrokeError: the engine failed on an answer.
-        """
-        while self._num_unread_ends:
-            output = await self._unread.get()
-            self._num_unread_ends -= output.finish_reason is not None
-            if output.error is not None:
-                raise output.error
-            yield output
-
-    @property
-    def num_unread(self) -> int:
-        """The number of outputs that have arrived and were not read yet."""
-        return self._unread.qsize()
+        self._delivered = [DeliveredAnswer(progress) for progress in message.progress] or [
+            DeliveredAnswer() for _ in range(num_open)
+        ]
+        self.was_admitted = bool(message.progress)  # by another server
+        self._started_s = 0.0
+        self._seed = secrets.randbits(_SEED_BITS)  # for a request without a seed
 
     def cancel(self) -> None:
         """Cancel the call's answers that have not ended."""
         self._cancel(self)
 
+    def start(self) -> None:
+        """Note that the engine process has started to compute the call."""
+        self.is_started = self.was_admitted = True
+        if not self.has_started:
+            self.has_started = True
+            self._started_s = time.monotonic()
+
     def put(self, output: Output) -> None:
         """Add an output that the engine process has sent for this call."""
-        self.has_started = True
+        if not self.is_started:
+            self.start()
+        self.has_output = True
         if not self.accepted.done():  # the output of a quick step can arrive before `Accepted`
             self.accepted.set_result(None)
         self.num_open -= output.finish_reason is not None
-        self._unread.put_nowait(output)
+        self._delivered[output.index].add(output, time.monotonic())
+        self._deliver(output)
+
+    def leave_process(self) -> None:
+        """Note that the engine process computes the call no more, so another may continue it."""
+        self.is_started = self.has_output = False
+
+    def next_message(self) -> wire.Generate | wire.EmbedTexts:
+        """Return the message that lets an engine process compute the call, or continue it."""
+        message = self.message
+        waited_s = time.monotonic() - self.received_s
+        if isinstance(message, wire.Generate) and message.params.seed is None:
+            message = replace(message, params=replace(message.params, seed=self._seed))
+        if not self.was_admitted:
+            return replace(message, waited_s=waited_s)
+        progress: tuple[AnswerProgress, ...] = ()
+        if self.has_started or message.progress:
+            progress = tuple(answer.progress(self._started_s) for answer in self._delivered)
+        return replace(
+            message,
+            waited_s=waited_s,
+            caller=replace(message.caller, is_admitted=True, start_within_s=math.inf),
+            progress=progress,
+        )
 
     def fail(self, error: TwostrokeError) -> None:
         """End the call with an error, which its reader gets."""
@@ -159,6 +197,9 @@ class PendingCalls:
         unsent: open calls that were not sent to the process yet, by message id.
         crash_history: finds calls that must run alone or are refused.
         is_up: whether calls may be sent to the process.
+        ids: new ids for messages to the process.
+        limits: how long calls continue after deaths of the process.
+        totals: counts the calls that continued after a death.
     """
 
     def __init__(self, send: Callable[[wire.ServerMessage], None]) -> None:
@@ -167,7 +208,12 @@ class PendingCalls:
         self.unsent: dict[int, RemoteOutputs] = {}
         self.crash_history = CrashHistory()
         self.is_up = True
+        self.ids = itertools.count(1)
+        self.limits = ResumptionLimits()
+        self.totals = ResumptionTotals()
         self._send = send
+        # Unsent calls during which engine processes died. Each runs alone for a while, one by one.
+        self._suspected: dict[int, RemoteOutputs] = {}
         # A suspected call that was sent; other calls wait until its first output, or its end.
         self._running_alone: RemoteOutputs | None = None
 
@@ -207,6 +253,8 @@ class PendingCalls:
         id_ = outputs.message.id
         self.open[id_] = outputs
         self.unsent[id_] = outputs
+        if self.crash_history.must_run_alone(outputs.message):
+            self._suspected[id_] = outputs
         self.send_waiting()
 
     def remove(self, outputs: RemoteOutputs) -> None:
@@ -214,14 +262,20 @@ class PendingCalls:
         id_ = outputs.message.id
         del self.open[id_]
         self.unsent.pop(id_, None)
+        self._suspected.pop(id_, None)
         self._let_others_join(outputs)
 
     def on_output(self, outputs: RemoteOutputs) -> None:
         """Send calls that waited while a suspected call ran alone, if they may join it now.
 
-        Call this at the first output of a call. A suspected call may have killed engine processes.
+        Call this at each output of a call. A suspected call may have killed engine processes.
         """
-        if not self.crash_history.must_run_alone_to_its_end(outputs.message):
+        if outputs.died_s is not None:
+            self.totals.add_pause(time.monotonic() - outputs.died_s)
+            outputs.died_s = None
+        if outputs is self._running_alone and not self.crash_history.must_run_alone_to_its_end(
+            outputs.message
+        ):
             self._let_others_join(outputs)
 
     def _let_others_join(self, outputs: RemoteOutputs) -> None:
@@ -233,41 +287,100 @@ class PendingCalls:
     def send_waiting(self) -> None:
         """Send the calls that may run now to the engine process.
 
-        A suspected call, during which engine processes died, is sent when no other call runs. Other
-        calls wait for its first output, or for its end.
+        A suspected call, during which engine processes died, runs alone until its first output. The
+        calls that run are paused meanwhile; they continue afterwards.
         """
         while self.unsent and self.is_up and self._running_alone is None:
-            id_, outputs = next(iter(self.unsent.items()))
-            if self.crash_history.must_run_alone(outputs.message):
-                if len(self.open) > len(self.unsent):
-                    return
+            outputs = next(iter((self._suspected or self.unsent).values()))
+            id_ = outputs.message.id
+            if self._suspected.pop(id_, None) and self.crash_history.must_run_alone(
+                outputs.message
+            ):
+                if self.crash_history.must_run_alone_to_its_end(outputs.message):
+                    if len(self.open) > len(self.unsent):
+                        self._suspected = {id_: outputs, **self._suspected}
+                        return
+                else:
+                    self._pause_running()
                 self._running_alone = outputs
             del self.unsent[id_]
-            self._send(replace(outputs.message, waited_s=time.monotonic() - outputs.received_s))
+            self._send(outputs.next_message())
 
-    def end_started(self, error: TwostrokeError, compiled: Sequence[wire.Compile]) -> bool:
-        """Fail the calls that the engine process had started, after its death.
+    def _pause_running(self) -> None:
+        """Cancel the running calls in the engine process, and let them wait to continue.
 
-        Calls that had not started wait for the next process. `compiled` are the constraints that
-        the process was compiling. Returns whether any call had started or any constraint was being
-        compiled.
+        They get new ids, since the process may have sent outputs that are not delivered any more.
+        """
+        for id_, outputs in list(self.open.items()):
+            if id_ in self.unsent:
+                continue
+            del self.open[id_]
+            if outputs.is_cancelled:
+                outputs.end(FinishReason.CANCEL)
+                continue
+            self._send(wire.Cancel(id_))
+            outputs.message = replace(outputs.message, id=next(self.ids))
+            outputs.leave_process()
+            self.open[outputs.message.id] = self.unsent[outputs.message.id] = outputs
+
+    def take_back(self, error: EngineDiedError, compiled: Sequence[wire.Compile]) -> bool:
+        """Let calls wait for the next engine process, after the death of the process.
+
+        A call that the process had started continues in the next process. It fails with `error` if
+        the limits do not allow that, and with another error if it kills engines. `compiled` are the
+        constraints that the process was compiling. Returns whether any call had started or any
+        constraint was being compiled.
         """
         self.is_up = False
         self._running_alone = None
-        started = [outputs.message for outputs in self.open.values() if outputs.has_started]
-        running: list[wire.ServerMessage] = [*started, *compiled]
-        self.crash_history.record_death(running)
+        started = [outputs for outputs in self.open.values() if outputs.is_started]
+        running = [*(outputs.message for outputs in started), *compiled]
+        has_output = all(outputs.has_output for outputs in started) and not compiled
+        self.crash_history.record_death(running, has_output=has_output)
+        now_s = time.monotonic()
         for outputs in list(self.open.values()):
-            if outputs.is_cancelled or outputs.has_started:
-                del self.open[outputs.message.id]
             if outputs.is_cancelled:
+                del self.open[outputs.message.id]
                 outputs.end(FinishReason.CANCEL)
-            elif outputs.has_started:
-                outputs.fail(error)
+                continue
+            if outputs.is_started:
+                outputs.num_deaths += 1
+                outputs.died_s = outputs.died_s or now_s
+            is_refused = self.crash_history.is_refused(outputs.message)
+            continues_elsewhere = outputs.message.caller.continues_elsewhere
+            max_attempts = 0 if continues_elsewhere else self.limits.max_attempts
+            if is_refused or outputs.num_deaths > max_attempts:
+                del self.open[outputs.message.id]
+                outputs.fail(killer_error() if is_refused else error)
+            outputs.leave_process()
         self.unsent = dict(self.open)
+        self._suspected = {
+            id_: outputs
+            for id_, outputs in self.unsent.items()
+            if self.crash_history.must_run_alone(outputs.message)
+        }
         return bool(running)
 
-    def end_timed_out(self) -> None:
+    def fail_started(self, error: EngineDiedError) -> None:
+        """Fail the calls that wait to continue, because the new process has another model."""
+        for outputs in [outputs for outputs in self.unsent.values() if outputs.has_started]:
+            self.remove(outputs)
+            outputs.fail(error)
+
+    def end_late(self, error: EngineDiedError) -> None:
+        """Fail calls that have waited too long for another engine process, or are past a timeout.
+
+        Calls get `error` if the process that computed them died, and no other process has continued
+        them in time.
+        """
+        self._end_timed_out()
+        limit_s = time.monotonic() - self.limits.max_wait_s
+        for outputs in list(self.unsent.values()):
+            if outputs.died_s is not None and outputs.died_s < limit_s:
+                self.remove(outputs)
+                outputs.fail(error)
+
+    def _end_timed_out(self) -> None:
         """Fail calls after their timeout, if the engine process has not ended them itself."""
         limit_s = time.monotonic() - _TIMEOUT_GRACE_S
         for id_, outputs in list(self.open.items()):
@@ -286,11 +399,13 @@ class PendingCalls:
             outputs.fail(error)
         self.open.clear()
         self.unsent.clear()
+        self._suspected.clear()
 
 
 _MAX_RECORDS: Final = 4096
 _RECORD_TTL_S: Final = 3600.0  # from the last death
 _DEATHS_TO_SUSPECT: Final = 2
+_DEATHS_TO_STAY_ALONE: Final = 4  # the request may kill engines after its first output
 
 
 class _CrashRecord(msgspec.Struct):
@@ -303,9 +418,10 @@ class CrashHistory:
     """Counts, for each request, how often an engine process died while the request ran.
 
     Requests with the same content count as one, also from different callers. A request that saw two
-    deaths must run alone until its first output. If the engine process died again after other
-    requests had joined it, the request must run alone to its end. It is refused only after a death
-    at which it ran alone, because otherwise another request may be the cause.
+    deaths must run alone until its first output, and after two more deaths to its end. It is
+    refused only after a death at which it ran alone, because otherwise another request may be the
+    cause. If it had an output then, it must have been meant to run alone to its end: otherwise
+    something outside the engine may have killed several processes during a long answer.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -313,13 +429,19 @@ class CrashHistory:
         self._clock = clock
         self._records: OrderedDict[bytes, _CrashRecord] = OrderedDict()  # the latest death last
 
-    def record_death(self, running: Sequence[wire.ServerMessage]) -> None:
-        """Count a death of the engine process for the requests that were running."""
+    def record_death(
+        self, running: Sequence[wire.ServerMessage], *, has_output: bool = False
+    ) -> None:
+        """Count a death of the engine process for the requests that were running.
+
+        `has_output` says that the process had sent an output of each of them.
+        """
         keys = set(map(_content_hash, running))  # several calls may have the same content
         for key in keys:
             record = self._recent_record(key) or _CrashRecord()
             record.num_deaths += 1
-            record.was_alone = len(keys) == 1
+            stayed_alone = record.num_deaths > _DEATHS_TO_STAY_ALONE
+            record.was_alone = len(keys) == 1 and (stayed_alone or not has_output)
             record.died_s = self._clock()
             self._records[key] = record
             self._records.move_to_end(key)
@@ -342,7 +464,7 @@ class CrashHistory:
 
     def must_run_alone_to_its_end(self, message: wire.ServerMessage) -> bool:
         """Whether no other request may run beside this one, even after its first output."""
-        return self.num_deaths(message) > _DEATHS_TO_SUSPECT
+        return self.num_deaths(message) >= _DEATHS_TO_STAY_ALONE
 
     def is_refused(self, message: wire.ServerMessage) -> bool:
         """Whether a request is refused, because engine processes died of it."""
@@ -356,6 +478,14 @@ class CrashHistory:
             del self._records[key]
             return None
         return record
+
+
+def killer_error() -> EngineKillerError:
+    """Return the error for a request that is refused, because engine processes died of it."""
+    return EngineKillerError(
+        "The engine died each time that it computed this request, so it is refused for an hour. "
+        "Please report it, with the server's log."
+    )
 
 
 def _content_hash(message: wire.ServerMessage) -> bytes:

@@ -1,14 +1,13 @@
 """`RemoteEngine`: the server's side of an engine in another process, which may die.
 
-When the process dies, a new one is started. Requests that no step had started are sent to the new
-process. The other requests get an error, because one of them may have killed the process. A request
-that was running at several deaths runs alone, and is refused later (`CrashHistory`).
+When the process dies, a new one is started. All requests are sent to the new process, and running
+requests continue there. A request that was running at several deaths runs alone, and is
+refused later (`CrashHistory`), because it may have killed the processes.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import math
 from typing import TYPE_CHECKING, Any, Self
@@ -19,7 +18,6 @@ from twostroke.backends.machine_limits import MachineLimits
 from twostroke.backends.recipe import EngineRecipe
 from twostroke.core.errors import (
     EngineDiedError,
-    EngineKillerError,
     EngineStoppedError,
     RequestError,
     TwostrokeError,
@@ -32,7 +30,12 @@ from twostroke.engine.counters import TimeSpan
 from twostroke.engine.engine import make_card
 from twostroke.engine.process import messages as wire
 from twostroke.engine.process.child import EngineProcess
-from twostroke.engine.process.pending import FullQueue, PendingCalls, RemoteOutputs
+from twostroke.engine.process.pending import (
+    FullQueue,
+    PendingCalls,
+    RemoteOutputs,
+    killer_error,
+)
 from twostroke.engine.process.supervisor import Supervisor
 from twostroke.engine.status import Health
 
@@ -49,6 +52,11 @@ if TYPE_CHECKING:
     from twostroke.engine.process.launch import LaunchedProcess
     from twostroke.engine.process.served import EngineFacts, EngineStatus
     from twostroke.engine.process.supervisor import ProcessObserver
+    from twostroke.engine.resumption import (
+        AnswerProgress,
+        ResumptionLimits,
+        ResumptionTotals,
+    )
     from twostroke.engine.status import StepProgress
 
 _STATUS_TIMEOUT_S = 1.0  # after it, the last known status is returned
@@ -77,8 +85,8 @@ class RemoteEngine:
         self.card = card
         self.update_facts(ready)
         self._last_spans: list[tuple[int, int]] = []  # the spans of the last status
-        self._ids = itertools.count(1)
         self._inquiries: dict[int, tuple[wire.Compile | wire.GetStatus, asyncio.Future[Any]]] = {}
+        self._limits: tuple[int, int] | None = None  # changed, for the next process, too
         self._compiling: set[int] = set()  # inquiries whose constraints are being compiled
         self._stop_reason: str | None = None
         self._on_end: Callable[[], None] = lambda: None
@@ -135,6 +143,7 @@ class RemoteEngine:
     def update_facts(self, ready: wire.EngineReady) -> None:
         """Replace the engine's facts by the facts that a new engine process has sent."""
         self.facts: EngineFacts = ready.facts
+        self._ready_facts = ready.facts  # with the limits at the start of the process
         self.draft = ready.card.draft
         self.limits = (
             MachineLimits.of_hardware(ready.card.hardware) if ready.card.hardware else None
@@ -181,6 +190,15 @@ class RemoteEngine:
         return self._supervisor.num_deaths
 
     @property
+    def resumptions(self) -> ResumptionTotals:
+        """Counts of the calls that continued after a death of the engine process."""
+        return self._pending.totals
+
+    def limit_resumption(self, limits: ResumptionLimits) -> None:
+        """Set how long calls continue after deaths of the engine process."""
+        self._pending.limits = limits
+
+    @property
     def supervisor(self) -> Supervisor:
         """The supervisor that starts the engine process again."""
         return self._supervisor
@@ -214,7 +232,12 @@ class RemoteEngine:
         return self._last_status.memory_bytes + memory_used()
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, caller: Caller, hints: Hints
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        caller: Caller,
+        hints: Hints,
+        progress: Sequence[AnswerProgress] = (),
     ) -> RemoteOutputs:
         """Submit prompts to the engine process, all or none, and wait until it accepts them.
 
@@ -222,7 +245,7 @@ class RemoteEngine:
             EngineStoppedError, EngineKillerError, OverloadedError, RequestError: the server or
                 the engine refuses the prompts.
         """
-        message = self.generate_message(prompts, params, caller, hints)
+        message = self.generate_message(prompts, params, caller, hints, progress)
         return await self.submit(message, num_answers=len(prompts) * params.n)
 
     async def embed(
@@ -242,7 +265,7 @@ class RemoteEngine:
 
         Returns the rules of its JSON schema that the grammar does not enforce.
         """
-        message = wire.Compile(next(self._ids), constraint, limit_s)
+        message = wire.Compile(self._new_id(), constraint, limit_s)
         self._check_no_killer(message)
         unenforced_keywords: tuple[str, ...] = await self._inquire(message)
         self._pending.crash_history.clear(message)
@@ -251,7 +274,7 @@ class RemoteEngine:
     async def read(self, spans: Sequence[tuple[int, int]] = ()) -> EngineStatus:
         """Return the engine's status, or its last known status if it does not answer in time."""
         if self._supervisor.is_up:
-            message = wire.GetStatus(next(self._ids), list(spans))
+            message = wire.GetStatus(self._new_id(), list(spans))
             try:
                 async with asyncio.timeout(_STATUS_TIMEOUT_S):
                     status: EngineStatus | None = await self._inquire(message)
@@ -272,6 +295,26 @@ class RemoteEngine:
         if self._supervisor.is_up:
             self._supervisor.send(wire.Flush())
 
+    def change_limits(self, token_budget: int, max_running: int) -> None:
+        """Change the limits of later steps, also in later engine processes.
+
+        Limits above the limits at the start of a process are lowered to these. Call this in the
+        event loop.
+        """
+        self._limits = token_budget, max_running
+        self._send_limits()
+
+    def _send_limits(self) -> None:
+        if self._limits is None:
+            return
+        room = self._ready_facts.config
+        token_budget = min(self._limits[0], room.token_budget)
+        max_running = min(self._limits[1], room.max_running, token_budget)
+        config = replace(room, token_budget=token_budget, max_running=max_running)
+        self.facts = replace(self._ready_facts, config=config)
+        if self._supervisor.is_up:
+            self._supervisor.send(wire.ChangeLimits(token_budget, max_running))
+
     def cancel(self, outputs: RemoteOutputs) -> None:
         """Cancel the call of `outputs` in the engine process, unless it has ended."""
         id_ = outputs.message.id
@@ -283,15 +326,21 @@ class RemoteEngine:
             self._supervisor.send(wire.Cancel(id_))
 
     def generate_message(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, caller: Caller, hints: Hints
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        caller: Caller,
+        hints: Hints,
+        progress: Sequence[AnswerProgress] = (),
     ) -> wire.Generate:
         """Return a message to the engine process that submits prompts, with a new id."""
         return wire.Generate(
-            id=next(self._ids),
+            id=self._new_id(),
             prompts=[list(tokens) for tokens in prompts],
             params=params,
             caller=caller,
             hints=hints,
+            progress=tuple(progress),
         )
 
     def embed_message(
@@ -299,7 +348,7 @@ class RemoteEngine:
     ) -> wire.EmbedTexts:
         """Return a message to the engine process that submits texts to embed, with a new id."""
         return wire.EmbedTexts(
-            id=next(self._ids),
+            id=self._new_id(),
             texts=[list(tokens) for tokens in texts],
             params=params,
             caller=caller,
@@ -328,11 +377,15 @@ class RemoteEngine:
         """
         self._check_running()
         self._check_no_killer(message)
-        self._full_queue.check(message.caller)
         _check_integers(message)
         outputs = RemoteOutputs(message, num_answers, self.cancel)
-        self._pending.check_room(outputs, self.facts.config, self._supervisor.restart_in_s)
-        self._pending.add(outputs)
+        if not outputs.was_admitted:
+            self._full_queue.check(message.caller)
+            self._pending.check_room(outputs, self.facts.config, self._supervisor.restart_in_s)
+        if outputs.num_open:
+            self._pending.add(outputs)
+        else:  # another server has delivered all answers
+            outputs.accepted.set_result(None)
         return outputs
 
     async def _inquire(self, message: wire.Compile | wire.GetStatus) -> Any:
@@ -354,10 +407,10 @@ class RemoteEngine:
     def _check_no_killer(self, message: wire.Generate | wire.EmbedTexts | wire.Compile) -> None:
         """Refuse a request if engine processes died while they ran requests with this content."""
         if self._pending.crash_history.is_refused(message):
-            raise EngineKillerError(
-                "The engine died each time that it computed this request, so it is refused for "
-                "an hour. Please report it, with the server's log."
-            )
+            raise killer_error()
+
+    def _new_id(self) -> int:
+        return next(self._pending.ids)
 
     def _check_running(self) -> None:
         if self._stop_reason is not None:
@@ -373,7 +426,7 @@ class RemoteEngine:
                     self._on_output(id_, output)
             case wire.RequestsStarted():
                 for outputs in filter(None, map(self._pending.open.get, message.ids)):
-                    outputs.has_started = True
+                    outputs.start()
                 self._compiling.update(self._inquiries.keys() & message.ids)
             case wire.Accepted():
                 self._on_accepted(message)
@@ -385,30 +438,40 @@ class RemoteEngine:
                 self._reply(message.id, message.status)
 
     def on_death(self) -> bool:
-        """Fail the calls that the dead engine process had started; return whether it had any."""
-        error = EngineDiedError(
-            f"{EngineDiedError.SENTENCE}, and is starting again: send the request again.",
-            room_s=self._supervisor.restart_in_s,
-        )
+        """Keep the calls for the next engine process; return whether the dead one ran any."""
+        error = self._death_error()
         compiling = [self._inquiries[id_][0] for id_ in self._compiling]
         compiled = [message for message in compiling if isinstance(message, wire.Compile)]
-        was_busy = self._pending.end_started(error, compiled)
-        for id_ in self._compiling:
-            self._reply(id_, None, error)
+        was_busy = self._pending.take_back(error, compiled)
+        for compile_message in compiled:  # others are sent to the next process
+            if self._pending.crash_history.must_run_alone(compile_message):
+                self._reply(compile_message.id, None, error)
+        self._compiling.clear()
         for message, _ in list(self._inquiries.values()):
             if isinstance(message, wire.GetStatus):
                 self._reply(message.id, None)
         return was_busy
 
     def on_tick(self) -> None:
-        """Fail calls after their timeout; the supervisor calls this several times a second."""
-        self._pending.end_timed_out()
+        """Fail calls that are late; the supervisor calls this several times a second."""
+        self._pending.end_late(self._death_error())
+
+    def _death_error(self) -> EngineDiedError:
+        return EngineDiedError(
+            f"{EngineDiedError.SENTENCE}, and is starting again: send the request again.",
+            room_s=self._supervisor.restart_in_s,
+        )
 
     def on_restart(self, ready: wire.EngineReady) -> None:
         """Send the waiting calls to the new engine process, in the order of their arrival."""
-        self.facts = ready.facts
-        requests = counted_noun(len(self._pending.open), "request")
-        _logger.info("The engine runs again; %s had waited for it.", requests)
+        self.facts = self._ready_facts = ready.facts
+        self._send_limits()
+        if ready.card.identity != self.card.identity:  # the model's files were replaced
+            self._pending.fail_started(self._death_error())
+        num_resumed = sum(outputs.has_started for outputs in self._pending.open.values())
+        resumed = counted_noun(num_resumed, "request continues", "requests continue")
+        waiting = counted_noun(len(self._pending.open) - num_resumed, "request")
+        _logger.info("The engine runs again; %s, and %s had waited for it.", resumed, waiting)
         self._pending.is_up = True
         self.send_waiting()
 
@@ -439,9 +502,8 @@ class RemoteEngine:
         if outputs is None:
             return
         outputs.put(output)
-        if outputs.num_open:
-            self._pending.on_output(outputs)
-        else:
+        self._pending.on_output(outputs)
+        if not outputs.num_open:
             if output.error is None and not outputs.is_cancelled:
                 self._pending.crash_history.clear(outputs.message)
             self._pending.remove(outputs)
@@ -454,7 +516,9 @@ class RemoteEngine:
             self._full_queue.record_error(outputs.message.caller, message.error)
             self._pending.remove(outputs)
             outputs.fail(message.error)
-        elif not outputs.accepted.done():  # else an earlier process has accepted it
+            return
+        outputs.was_admitted = True
+        if not outputs.accepted.done():  # else an earlier process has accepted it
             outputs.accepted.set_result(None)
 
     def _check_reply(self, id_: int, message_type: type[wire.ServerMessage]) -> None:

@@ -12,6 +12,7 @@ from twostroke.core.frozen import Frozen
 from twostroke.core.hardware import memory_used
 from twostroke.engine.counters import Snapshot, TimeSpan
 from twostroke.engine.disaggregation_stats import DisaggregationStats
+from twostroke.engine.resumption import ResumptionTotals
 from twostroke.engine.scheduler import SchedulerConfig
 from twostroke.engine.status import Health, RunningRequests, StepProgress
 
@@ -24,11 +25,12 @@ if TYPE_CHECKING:
     from twostroke.engine.client import Caller, Client
     from twostroke.engine.model_card import ModelCard
     from twostroke.engine.output import Output
+    from twostroke.engine.resumption import AnswerProgress, ResumptionLimits
     from twostroke.engine.structured_output.grammar import GrammarMatcher
 
 
 class EngineFacts(Frozen):
-    """Facts about an engine that do not change while it runs.
+    """Facts about an engine. While it runs, only the limits in `config` can be changed.
 
     `methods` are the names of the engine's speculation methods. `keeps_pages` says whether it keeps
     KV pages on disk or in a store (KV offload).
@@ -67,9 +69,51 @@ class ServedOutputs(Protocol):
         Their last outputs have the finish reason `CANCEL`.
         """
 
+    def redirect(self, deliver: Callable[[Output], None]) -> None:
+        """Pass all outputs to `deliver` instead of the iterator, also outputs that have arrived.
+
+        An output with an error is passed on as it is.
+        """
+
     @property
     def num_unread(self) -> int:
         """The number of outputs that have arrived and were not read yet."""
+
+
+class UnreadOutputs:
+    """The outputs of one call that have arrived and were not read yet; base class of readers."""
+
+    def __init__(self, num_ends: int) -> None:
+        """Expect outputs until `num_ends` answers have ended."""
+        self._unread: asyncio.Queue[Output] = asyncio.Queue()
+        self._deliver: Callable[[Output], None] = self._unread.put_nowait
+        self._num_unread_ends = num_ends
+
+    async def __aiter__(self) -> AsyncIterator[Output]:
+        """Yield the outputs as they arrive, until every answer has ended.
+
+        Raises:
+            RequestError: the request's constraint leaves no token to sample.
+            EngineStoppedError: the engine died.
+            TwostrokeError: the engine failed on an answer.
+        """
+        while self._num_unread_ends:
+            output = await self._unread.get()
+            self._num_unread_ends -= output.finish_reason is not None
+            if output.error is not None:
+                raise output.error
+            yield output
+
+    @property
+    def num_unread(self) -> int:
+        """The number of outputs that have arrived and were not read yet."""
+        return self._unread.qsize()
+
+    def redirect(self, deliver: Callable[[Output], None]) -> None:
+        """Pass all outputs to `deliver` instead of the iterator, also outputs that have arrived."""
+        while not self._unread.empty():
+            deliver(self._unread.get_nowait())
+        self._deliver = deliver
 
 
 class ServedEngine(Protocol):
@@ -79,7 +123,9 @@ class ServedEngine(Protocol):
 
     @property
     def facts(self) -> EngineFacts:
-        """Facts about the engine: the same object until the engine process is started again."""
+        """Facts about the engine: the same object until its limits are changed, or the engine
+        process is started again.
+        """
 
     @property
     def health(self) -> Health:
@@ -97,10 +143,26 @@ class ServedEngine(Protocol):
     def num_deaths(self) -> int:
         """The number of times that the engine process has died."""
 
+    @property
+    def resumptions(self) -> ResumptionTotals:
+        """Counts of the calls that continued after a death of the engine process."""
+
+    def limit_resumption(self, limits: ResumptionLimits) -> None:
+        """Set how long calls continue after deaths of the engine process."""
+
     async def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, caller: Caller, hints: Hints
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        caller: Caller,
+        hints: Hints,
+        progress: Sequence[AnswerProgress] = (),
     ) -> ServedOutputs:
-        """Submit prompts, all or none; errors are as in `Client.generate_many_async`."""
+        """Submit prompts, all or none; errors are as in `Client.generate_many_async`.
+
+        With `progress`, which has an entry for each answer, the answers continue after the part
+        that another server has delivered.
+        """
 
     async def embed(
         self, texts: Sequence[Sequence[int]], params: EmbeddingParams, caller: Caller
@@ -144,6 +206,7 @@ class LocalEngine:
         self._client = client
         self._loop = client.loop
         self._compiler = ThreadPoolExecutor(1, "twostroke-compile")
+        self._resumptions = ResumptionTotals()
 
     @property
     def facts(self) -> EngineFacts:
@@ -170,8 +233,21 @@ class LocalEngine:
         """Always 0: a crash of the engine would have ended this process, too."""
         return 0
 
+    @property
+    def resumptions(self) -> ResumptionTotals:
+        """Counts that stay 0, since the engine process has no deaths."""
+        return self._resumptions
+
+    def limit_resumption(self, limits: ResumptionLimits) -> None:
+        """Do nothing, since the engine process has no deaths."""
+
     async def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, caller: Caller, hints: Hints
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        caller: Caller,
+        hints: Hints,
+        progress: Sequence[AnswerProgress] = (),
     ) -> ServedOutputs:
         """Submit prompts to the engine in this process, all or none."""
         grammar = None
@@ -179,7 +255,7 @@ class LocalEngine:
             grammar = self._client.grammars.cached(params.constraint)
             grammar = grammar or await self._matcher(params.constraint)
         return self._client.generate_many_async(
-            prompts, params, caller=caller, hints=hints, grammar=grammar
+            prompts, params, caller=caller, hints=hints, grammar=grammar, progress=progress
         )
 
     async def embed(
@@ -202,6 +278,11 @@ class LocalEngine:
     def flush(self) -> None:
         """Start a waiting batch that is not full."""
         self._loop.flush()
+
+    def change_limits(self, token_budget: int, max_running: int) -> None:
+        """Change the limits of later steps; raise UsageError as `Scheduler.change_limits`."""
+        self._loop.change_limits(token_budget, max_running)
+        self._facts = engine_facts(self._client)
 
     def attach(self, on_end: Callable[[], None]) -> None:
         """Do nothing: the engine loop has its own thread, and needs no event loop."""

@@ -33,7 +33,16 @@ _MIN_STEP_LIMIT_S: Final = 5.0
 _LONGEST_STEP_RATIO: Final = 2.0  # limit of a step, over the longest step so far
 _PREDICTED_STEP_RATIO: Final = 10.0  # limit of a step, over the largest step's predicted time
 
+# The estimated load time before the first load is a constant and a time for each byte.
+_BASE_LOAD_S: Final = 0.5
+_LOADED_BYTES_PER_S: Final = 1e9
+
 _logger = logging.getLogger("twostroke.serve")
+
+
+def expected_load_s(num_bytes: int) -> float:
+    """Return the seconds that an engine process should take to load a model of this size."""
+    return _BASE_LOAD_S + num_bytes / _LOADED_BYTES_PER_S
 
 
 class ProcessObserver(Protocol):

@@ -184,6 +184,8 @@ def max_len(request: Request, context_length: int, num_slots: int) -> int:
             search.
     """
     max_output, num_prompt = request.max_output, len(request.tokens)
+    if max_output is not None:
+        max_output -= request.num_output  # tokens that another engine has generated
     prompt_field = request.prompt_field
     if not num_prompt:
         raise RequestError("is empty: give at least one token.", field=prompt_field)

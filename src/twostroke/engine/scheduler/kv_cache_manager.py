@@ -128,7 +128,11 @@ class KvCacheManager:
         pages: the pages that their tokens still need, and one in each cache group to grow into.
         Without this reserve, a request could start, be preempted soon, and compute its tokens
         twice. When nothing runs, every request that the scheduler accepted fits.
+
+        More than `max_running` requests run after the limit was lowered. At most one of them is
+        preempted for the limit, so that not all pages are lost at once.
         """
+        max_running = max(max_running, len(running))
         num_needed = self._num_needed(state.request, hit) + num_reserved
         num_left_over = self._pool.num_available - num_needed
         for num_victims in range(len(running) + 1):

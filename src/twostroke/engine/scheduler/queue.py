@@ -72,12 +72,16 @@ class WaitingQueue:
     def check(self, request: Request) -> PriorityKey:
         """Return the priority key of a request that arrives now, if the queue has room.
 
+        A request that was admitted before always has room.
+
         Raises:
             OverloadedError: the queue is full, or too long for the request's deadline.
         """
         config = self._config
         num_new_tokens = len(request.tokens)
         key = self.order.next_key(request)
+        if request.is_admitted:
+            return key
         later = self.ready[bisect_left(self.ready, key, key=priority_key) :]
         later += [state for state in self._not_ready.values() if state.priority_key > key]
         tokens_before = Counter(self.tokens)

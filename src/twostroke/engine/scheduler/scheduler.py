@@ -11,6 +11,8 @@ from bisect import insort
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from msgspec.structs import replace
+
 from twostroke.core.errors import RequestError, UsageError
 from twostroke.core.step import Slice, StepPlan
 from twostroke.engine.scheduler.config import SchedulerStats, SchedulerView, max_len
@@ -80,7 +82,7 @@ class Scheduler:
         if policy.size is not None and policy.size > config.max_running:
             reason = f"A batch of {policy.size} exceeds {{field}} ({config.max_running})."
             raise UsageError(reason, field="max_running")
-        self.config = config
+        self.config = self._first_config = config
         self._recurrent = None
         if states is not None:
             is_ahead = config.steps_ahead > 0
@@ -90,6 +92,7 @@ class Scheduler:
             )
         self.prefix_cache = PrefixCache(index, pool, self._recurrent)
         self._pool = pool
+        self._policy = policy
         self._clock = clock
         self._kv_cache = KvCacheManager(pool, config.max_tokens_in_flight, self._recurrent)
         self._draft_pages = DraftPages(pool, self._kv_cache, self._recurrent)
@@ -165,6 +168,36 @@ class Scheduler:
         """
         return max_len(request, self.config.context_length, self._max_tokens)
 
+    @property
+    def _step_budget(self) -> int:
+        """The maximum number of tokens of the next step.
+
+        After the limits were lowered, more requests may run than the budget has tokens; each of
+        them still gets one.
+        """
+        config, num_running = self.config, len(self._running)
+        if num_running > config.token_budget:
+            config = replace(config, token_budget=num_running)
+        return config.step_budget
+
+    def change_limits(self, token_budget: int, max_running: int) -> None:
+        """Change the limits of later steps. Requests that run already keep their pages.
+
+        Raises:
+            UsageError: a limit is above its value at the start, for which memory was reserved, or
+                the limits are not possible together.
+        """
+        first = self._first_config
+        new_limits = {"token_budget": token_budget, "max_running": max_running}
+        for field, value in new_limits.items():
+            if not 1 <= value <= getattr(first, field):
+                reason = f"must be from 1 to {getattr(first, field)}, got {value}."
+                raise UsageError(reason, field=field)
+        if self._policy.size is not None and self._policy.size > max_running:
+            reason = f"A batch of {self._policy.size} exceeds {{field}} ({max_running})."
+            raise UsageError(reason, field="max_running")
+        self.config = replace(self.config, **new_limits)
+
     def flush(self) -> None:
         """Start a static or dynamic batch that is not full, because no more requests will come."""
         self._waiting.flush()
@@ -183,7 +216,10 @@ class Scheduler:
         if self._in_flight.must_drain():
             return None
         self._waiting.make_ready(len(self._running))
-        builder = StepBuilder(budget or self.config.step_budget, self.config.max_scored_rows)
+        step_budget = self._step_budget
+        if budget is not None:
+            step_budget = min(budget, step_budget)
+        builder = StepBuilder(step_budget, self.config.max_scored_rows)
         slices, owners, page_size = builder.slices, builder.owners, self._pool.page_size
         prefilling: list[RequestState] = []
         for state in schedulable(self._running, self.config):

@@ -228,6 +228,31 @@ class DraftSequences(Generic[F]):
     def __contains__(self, sequence: Request) -> bool:
         return sequence in self._draft_sequences
 
+    def propose(
+        self,
+        requests: Sequence[Request],
+        cost: DraftCost,
+        *,
+        follow: Callable[[Request, DraftCost, float], F | None],
+        source: str,
+    ) -> list[Proposal | None]:
+        """Make draft tokens for each request of the target model; None for no drafts.
+
+        `follow` returns a request's draft sequence, updated with the target's newest tokens, from
+        the request, `cost` and the result of `min_chance`; None if the request should get no
+        drafts. `source` is the name of the proposer.
+        """
+        min_chance = self.min_chance(len(requests), cost)
+        draft_sequences = [follow(request, cost, min_chance) for request in requests]
+        drafting = [
+            draft_sequence for draft_sequence in draft_sequences if draft_sequence is not None
+        ]
+        self.make_drafts(drafting, len(requests), cost)
+        return [
+            None if draft_sequence is None else draft_sequence.proposal(source, cost.max_drafts)
+            for draft_sequence in draft_sequences
+        ]
+
     def rewrite(self, draft_sequence: F, num_kept: int, tokens: list[int]) -> None:
         """Replace the tokens of a draft sequence after the first `num_kept`.
 

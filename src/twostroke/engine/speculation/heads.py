@@ -199,16 +199,7 @@ class EagleHeads(ModelProposer[EagleSequence]):
 
         The newest token of each request is not computed yet.
         """
-        min_chance = self._sequences.min_chance(len(requests), cost)
-        draft_sequences = [self._follow(request, cost, min_chance) for request in requests]
-        drafting = [
-            draft_sequence for draft_sequence in draft_sequences if draft_sequence is not None
-        ]
-        self._sequences.make_drafts(drafting, len(requests), cost)
-        return [
-            None if draft_sequence is None else draft_sequence.proposal(self.name, cost.max_drafts)
-            for draft_sequence in draft_sequences
-        ]
+        return self._sequences.propose(requests, cost, follow=self._follow, source=self.name)
 
     def _keep(
         self,
