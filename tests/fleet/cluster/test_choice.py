@@ -6,7 +6,14 @@ import random
 
 import pytest
 
-from twostroke.fleet.cluster.choice import Phase, ReplicaView, ScaleDownDelay, choose
+from twostroke.fleet.cluster.choice import (
+    AVOID_S,
+    EndingMachines,
+    Phase,
+    ReplicaView,
+    ScaleDownDelay,
+    choose,
+)
 
 READY, STARTING, DRAINING = Phase.READY, Phase.STARTING, Phase.DRAINING
 
@@ -95,3 +102,13 @@ def test_the_window_holds_the_most_of_its_time(seed: int) -> None:
         num_wanted = rng.randint(0, 9)
         seen.append((now, num_wanted))
         assert steady.update(num_wanted, now) == max(n for at, n in seen if at >= now - 5.0)
+
+
+def test_a_machine_that_does_not_end_after_its_notice_is_used_again() -> None:
+    now_s = 0.0
+    machines = EndingMachines(lambda: now_s)
+    machines.add("spot")
+    assert machines.to_avoid({"spot", "other"}) == {"spot"}
+    assert machines.to_avoid({"spot"}) == set()  # better there than nowhere
+    now_s = AVOID_S + 1
+    assert machines.to_avoid({"spot", "other"}) == set()

@@ -86,6 +86,23 @@ def test_a_server_that_dies_or_freezes_is_started_again(
     assert any("does not answer" in line for line in lines)
 
 
+def test_a_server_that_drains_by_itself_is_not_started_again(tiny: str, tmp_path: Path) -> None:
+    notice = tmp_path / "notice"
+    with running("serve", tiny, "--in-process", "--drain-notice", str(notice)) as server:
+        wait_for(lambda: server.state.is_ready, 30)
+        notice.touch()
+        wait_for(lambda: server.state.is_ending, 30)
+        assert not server.state.was_told_to_end
+        wait_for(lambda: not server._thread.is_alive(), 30)
+        assert is_gone(server.state.pid)
+        assert (server.state.num_starts, server.state.is_ready) == (1, False)
+
+
+def test_starts_that_fail_are_counted() -> None:
+    with running("serve", "no-such-model") as server:
+        wait_for(lambda: server.state.num_failed_starts >= 2, 60)
+
+
 def test_the_last_sentence_of_a_server_that_cannot_start_is_kept() -> None:
     with running("serve", "no-such-model") as server:
         wait_for(lambda: server.state.trouble != "", 20)

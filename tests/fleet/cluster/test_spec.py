@@ -107,6 +107,22 @@ def test_a_replica_is_served_by_the_name_that_its_work_is_asked_by(model: str, l
         ("models:\n- model: a\nrouter:\n  prot: 1", "line 4: there is no field 'prot'. Did you"),
         ("models:\n- model: a\nruoter: {}", "line 3: there is no field 'ruoter'. Did you mean"),
         ("models:\n- model: a\n  replicas: 0", "line 3: replicas must be from 1 to 10,000, got 0."),
+        (
+            "models:\n- model: a\n  min_replicas: 3\n  max_replicas: 2",
+            "line 4: max_replicas must be",
+        ),
+        (
+            "models:\n- model: a\n  min_replicas: 0\n  max_replicas: 0",
+            "line 4: max_replicas must be",
+        ),
+        (
+            "models:\n- model: a\n  min_replicas: 0\nrouter:\n  options: {start-wait: 0}",
+            "line 3: models[0].min_replicas needs a router that waits: remove start-wait",
+        ),
+        (
+            "models:\n- model: a\n  min_replicas: 0\n  options: {models: [b]}",
+            "line 3: min_replicas must be at least 1 for servers of several models",
+        ),
         ("models:\n- model: a\n  cpus: many", "line 3: must be a number such as 2.5 or 1e3, got a"),
         ("models:\n- model: a\n  replicas: 2\n  max_replicas: 3", "line 3: replicas excludes"),
         ("models:\n- model: a\n- model: b/a", "line 3: models[1].name is 'a' for two models"),
@@ -136,8 +152,8 @@ def test_a_pool_that_reads_prompts_has_a_port_for_each_replica(tmp_path: Path) -
     decode, prefill = spec.models
     assert spec.prefill_labels == {"prefill"}
     assert prefill.as_prefill(2).options == {"role": "prefill", "peer-address": "{host}:7902"}
-    words = decode.as_decode(["x:1", "y:2"]).arguments
-    peers = ("--prefill-peer", "x:1", "--prefill-peer", "y:2")
+    words = decode.as_decode().arguments
+    peers = ("--prefill-peers-file", "{prefill-peers}")
     assert words[4:] == ("--role", "decode", *peers, "--name", "a")
 
 

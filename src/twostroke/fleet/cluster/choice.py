@@ -1,15 +1,19 @@
-"""Chooses which replicas of a pool to start and to drain: pure functions of their states."""
+"""Chooses which replicas of a pool to start and to drain, and which machines to avoid."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from collections.abc import Set as AbstractSet
+
+AVOID_S: Final = 600.0  # longer than any cloud's notice
 
 
 class Phase(StrEnum):
@@ -96,3 +100,35 @@ class ScaleDownDelay:
         while self._maxima[0][0] < now_s - self._window_s:
             self._maxima.popleft()
         return self._maxima[0][1]
+
+
+class EndingMachines:
+    """The machines that may be taken away soon, because a server there drained by itself.
+
+    A server also drains by itself after SIGTERM from an operator, and a notice can be withdrawn:
+    a machine that is still there after `AVOID_S` is used again.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Begin without such machines; `clock` returns monotonic seconds."""
+        self._clock = clock
+        self._noted_s: dict[str, float] = {}  # by the id of the machine
+
+    def add(self, machine: str) -> None:
+        """Note that a server of a machine drains by itself."""
+        self._noted_s[machine] = self._clock()
+
+    def to_avoid(self, alive_machines: AbstractSet[str]) -> set[str]:
+        """Return the machines on which no replica should start now.
+
+        Empty if the cluster has no other machine, and does not get one: a replica that starts there
+        is better than none.
+        """
+        oldest_s = self._clock() - AVOID_S
+        self._noted_s = {
+            machine: noted_s
+            for machine, noted_s in self._noted_s.items()
+            if noted_s > oldest_s and machine in alive_machines
+        }
+        ending = set(self._noted_s)
+        return ending if ending < alive_machines else set()

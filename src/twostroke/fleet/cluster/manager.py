@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from typing import TYPE_CHECKING, Final, Protocol
@@ -11,15 +12,19 @@ from urllib.parse import urlsplit
 from msgspec import field
 
 from twostroke.core.frozen import Frozen
-from twostroke.fleet.cluster.choice import Actions, Phase, ReplicaView, ScaleDownDelay, choose
+from twostroke.fleet.cluster.choice import Phase, ReplicaView, ScaleDownDelay, choose
 from twostroke.fleet.cluster.process import ServerState
+from twostroke.fleet.cluster.router_link import ListedModel, RouterView
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from twostroke.fleet.cluster.router_link import RouterControl
     from twostroke.fleet.cluster.spec import FleetSpec, ReplicaPool
 
 _PLACEMENT_TIMEOUT_S: Final = 20.0  # after which a replica without a machine counts as stuck
+_MAX_FAILED_STARTS: Final = 2  # of a replica, after which waiting requests are refused
+STEP_INTERVAL_S: Final = 0.25  # between two calls of `Manager.step`
 ROUTER: Final = "router"  # the name of the router among the servers
 _logger = logging.getLogger("twostroke.fleet")
 
@@ -36,30 +41,8 @@ class Cluster(Protocol):
     def stop(self, name: str) -> None:
         """Drain a server and end it. Returns at once; a second call does nothing."""
 
-
-class RouterControl(Protocol):
-    """The manager's access to the fleet's router."""
-
-    def set_replicas(self, replicas: Mapping[str, Sequence[str]]) -> None:
-        """Tell the router the URLs of all replicas, by model."""
-
-    def views(self) -> Mapping[str, RouterView]:
-        """Return the load of each model that the router sees; empty while it does not answer."""
-
-
-class RouterView(Frozen):
-    """The load of a model that the router sees.
-
-    Attributes:
-        num_wanted: the number of replicas that the present work needs.
-        running: requests of each replica, by URL.
-        prefill_per_decode: the number of prefill replicas that a replica can use, by URL; None
-            if it is not known.
-    """
-
-    num_wanted: int
-    running: Mapping[str, int]
-    prefill_per_decode: Mapping[str, float | None] = {}
+    def set_prefill_addresses(self, name: str, addresses: tuple[str, ...]) -> None:
+        """Tell a decode engine which prefill engines it may use now; returns at once."""
 
 
 class ReplicaStatus(Frozen):
@@ -94,6 +77,16 @@ class PoolStatus(Frozen):
     def num_ready(self) -> int:
         """The number of ready replicas of the pool's present version."""
         return sum(replica.phase is Phase.READY and replica.is_current for replica in self.replicas)
+
+    @property
+    def start_failure(self) -> str:
+        """Why the pool's replicas do not start; empty if a replica is ready or may become ready."""
+        failed = [
+            replica.state
+            for replica in self.replicas
+            if replica.state.num_failed_starts >= _MAX_FAILED_STARTS
+        ]
+        return failed[0].trouble if failed and not self.num_ready else ""
 
 
 class FleetStatus(Frozen):
@@ -141,8 +134,8 @@ class Manager:
         self._cluster = cluster
         self._router = router
         self._clock = clock
-        self._delays = {pool.label: ScaleDownDelay(pool.scale_down_after) for pool in spec.models}
-        self._prefill_addresses: dict[str, list[str]] = {}  # by label of the prefill pool
+        self._delays: dict[str, ScaleDownDelay] = {}  # by label of the pool
+        self._num_requests: dict[str, int] = {}  # of the last step, by label of a decode pool
         self._unplaced_since_s: dict[str, float] = {}  # by name of a replica without a machine
         self.status = FleetStatus(spec.name, "", ServerState(), ())
 
@@ -155,17 +148,23 @@ class Manager:
         views = self._router.views() if router.is_ready else {}
         prefill_labels = self._spec.prefill_labels
         pools: list[PoolStatus] = []
-        for pool in sorted(self._spec.models, key=lambda pool: pool.label not in prefill_labels):
-            status = self._adjust(self._with_role(pool), states, views.get(pool.label))
+        num_prefill: Counter[str] = Counter()  # replicas that are wanted, by label of the pool
+        for pool in sorted(self._spec.models, key=lambda pool: pool.label in prefill_labels):
+            view = views.get(pool.label)
+            if pool.label in num_prefill:
+                view = RouterView(num_prefill[pool.label], {})
+            status = self._adjust(self._with_role(pool), states, view)
             pools.append(status)
-            if pool.label in prefill_labels:
-                self._update_prefill_addresses(pool, status)
+            if pool.prefill and view is not None:
+                num_prefill[pool.prefill] += self._num_prefill(status, view)
+        self._tell_prefill_addresses(pools)
         replicas = {
             pool.label: [replica.state.url for replica in pool.replicas if _is_usable(replica)]
             for pool in pools
             if pool.label not in prefill_labels
         }
         self._router.set_replicas(replicas | self._stop_removed_models(states, pools))
+        self._router.set_startable(self._startable_models(pools))
         self.status = FleetStatus(self._spec.name, router.url, router, tuple(pools))
 
     def _stop_removed_models(
@@ -198,24 +197,54 @@ class Manager:
                 staying.setdefault(_name_parts(name)[0], []).append(states[name].url)
         return staying
 
+    def _startable_models(self, pools: Sequence[PoolStatus]) -> tuple[ListedModel, ...]:
+        """Return the models that may have no replica, and why the replicas of some do not start."""
+        status_by_label = {status.label: status for status in pools}
+        return tuple(
+            ListedModel(
+                name=pool.label,
+                takes_any_name=pool.options.get("any-model") is True,
+                failure=status_by_label[pool.label].start_failure,
+            )
+            for pool in self._spec.models
+            if pool.bounds[0] == 0 and pool.label not in self._spec.prefill_labels
+        )
+
     def _with_role(self, pool: ReplicaPool) -> ReplicaPool:
         """Return a pool with the options of its role in disaggregation: prefill, decode or none."""
         if pool.label in self._spec.prefill_labels:
             return pool.as_prefill()
-        if pool.prefill:
-            return pool.as_decode(self._prefill_addresses.get(pool.prefill, ()))
-        return pool
+        return pool.as_decode() if pool.prefill else pool
 
-    def _update_prefill_addresses(self, pool: ReplicaPool, status: PoolStatus) -> None:
-        """Set where decode engines connect to a prefill pool, once all its replicas have URLs."""
-        addresses = {
-            f"{urlsplit(replica.state.url).hostname}:"
-            f"{pool.peer_port + int(_name_parts(replica.name)[2])}"
-            for replica in status.replicas
-            if replica.is_current and _is_usable(replica)
-        }
-        if len(addresses) >= status.num_wanted:
-            self._prefill_addresses[pool.label] = sorted(addresses)
+    def _num_prefill(self, status: PoolStatus, view: RouterView) -> int:
+        """Return how many prefill replicas a decode pool needs now.
+
+        It is zero while the pool has no requests. Otherwise it is at least one, and the number that
+        the pool's replicas can keep busy, as soon as speeds have been measured.
+        """
+        has_new = view.num_requests > self._num_requests.get(status.label, 0)
+        self._num_requests[status.label] = view.num_requests
+        starts = view.num_wanted > 0 and not status.num_ready
+        if not (has_new or starts or any(view.running.values())):
+            return 0
+        return max(1, math.ceil(status.num_prefill_wanted or 0))
+
+    def _tell_prefill_addresses(self, pools: Sequence[PoolStatus]) -> None:
+        """Tell decode engines which prefill engines have a machine and do not drain."""
+        pool_by_label = {pool.label: pool for pool in self._spec.models}
+        status_by_label = {status.label: status for status in pools}
+        for status in pools:
+            if not status.prefill:
+                continue
+            port = pool_by_label[status.prefill].peer_port
+            addresses = sorted(
+                f"{urlsplit(replica.state.url).hostname}:{port + int(_name_parts(replica.name)[2])}"
+                for replica in status_by_label[status.prefill].replicas
+                if _is_usable(replica)
+            )
+            for replica in status.replicas:
+                if _is_usable(replica) and replica.state.prefill_addresses != tuple(addresses):
+                    self._cluster.set_prefill_addresses(replica.name, tuple(addresses))
 
     def _adjust(
         self, pool: ReplicaPool, states: Mapping[str, ServerState], view: RouterView | None
@@ -247,13 +276,11 @@ class Manager:
         has_room = all(
             now_s - self._unplaced_since_s[name] < _PLACEMENT_TIMEOUT_S for name in unplaced
         )
-        actions = Actions()
-        if not pool.prefill or pool.prefill in self._prefill_addresses:
-            replica_views = [
-                ReplicaView(replica.name, replica.phase, replica.is_current, replica.num_running)
-                for replica in replicas
-            ]
-            actions = choose(replica_views, num_wanted, has_room=has_room)
+        replica_views = [
+            ReplicaView(replica.name, replica.phase, replica.is_current, replica.num_running)
+            for replica in replicas
+        ]
+        actions = choose(replica_views, num_wanted, has_room=has_room)
         for name in actions.drains:
             _logger.info("Replica %s drains.", name)
             self._cluster.stop(name)
@@ -276,9 +303,12 @@ class Manager:
         """
         low, high = pool.bounds
         num_alive = sum(replica.phase is not Phase.DRAINING for replica in replicas)
-        num_wanted = view.num_wanted if view else max(low, num_alive)
-        bounded = max(low, min(high, num_wanted))
-        return self._delays[pool.label].update(bounded, self._clock())
+        num_wanted = view.num_wanted if view else num_alive
+        delay, now_s = self._delays.get(pool.label), self._clock()
+        if delay is None:  # of the replicas of an earlier manager, it is not known when they worked
+            delay = self._delays[pool.label] = ScaleDownDelay(pool.scale_down_after)
+            delay.update(max(low, min(high, num_alive)), now_s)
+        return delay.update(max(low, min(high, num_wanted)), now_s)
 
     def _start_replicas(
         self, pool: ReplicaPool, replicas: Sequence[ReplicaStatus], count: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 import logging
 import os
 import runpy
@@ -10,17 +11,21 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
 from contextlib import suppress
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 from msgspec.structs import replace
 
 from twostroke.core import env
+from twostroke.core.files import write_text
 from twostroke.core.frozen import Frozen
+from twostroke.fleet.cluster.spec import PREFILL_PEERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,17 +52,25 @@ class ServerState(Frozen):
         url: the server's URL; empty while it waits for a machine.
         pid: the id of the process.
         is_ready: whether the server answers requests.
-        is_ending: whether the server drains.
+        is_ending: whether the server drains, or has ended after that.
+        was_told_to_end: whether `close` was called; a server can also drain by itself.
         num_starts: how often the process was started.
+        num_failed_starts: how often, lately, the process ended before it was ready.
         trouble: why the process last ended by itself; empty once it is ready again.
+        prefill_addresses: the prefill engines that the server was told to use.
+        machine: the id of its machine in the cluster; empty if it is not known.
     """
 
     url: str = ""
     pid: int = 0
     is_ready: bool = False
     is_ending: bool = False
+    was_told_to_end: bool = False
     num_starts: int = 0
+    num_failed_starts: int = 0
     trouble: str = ""
+    prefill_addresses: tuple[str, ...] = ()
+    machine: str = ""
 
 
 class ServerProcess:
@@ -65,6 +78,9 @@ class ServerProcess:
 
     A process that ends is restarted after a pause that doubles. A process that does not answer
     `/health/live` for some 20 s is killed first. The server itself restarts its engine.
+
+    A server that drains although `close` was not called, or ends with exit code 0, is not
+    restarted: its machine will end, as the notice of a spot machine or SIGTERM has told the server.
     """
 
     def __init__(
@@ -84,7 +100,16 @@ class ServerProcess:
             variables: environment variables of the process.
             log: called with a sentence when the process ends or is killed.
         """
-        self._arguments = tuple(arguments)
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._peer_listing: Path | None = None
+        if PREFILL_PEERS in arguments:
+            self._folder = tempfile.TemporaryDirectory(prefix="twostroke-peers-")
+            self._peer_listing = Path(self._folder.name, "prefill-peers")
+            write_text(self._peer_listing, "")
+        self._arguments = tuple(
+            str(self._peer_listing) if argument == PREFILL_PEERS else argument
+            for argument in arguments
+        )
         self._host = host
         self._fixed_port = port
         self._environment = env.child_environment(variables or {})
@@ -93,6 +118,8 @@ class ServerProcess:
         self._stop = threading.Event()
         self._state = ServerState()
         self._process: subprocess.Popen[bytes] | None = None
+        self._was_ready = False  # this run of the process
+        self._drains_by_itself = False
         self._thread = threading.Thread(target=self._run, name="server", daemon=True)
         self._thread.start()
 
@@ -102,15 +129,21 @@ class ServerProcess:
         with self._lock:
             return self._state
 
+    def set_prefill_addresses(self, addresses: Sequence[str]) -> None:
+        """Tell a decode engine which prefill engines it may use now."""
+        if self._peer_listing is not None:
+            write_text(self._peer_listing, "".join(f"{address}\n" for address in addresses))
+            self._update(prefill_addresses=tuple(addresses))
+
     def close(self, within_s: float) -> bool:
         """Let the server complete its answers; return False if it was killed after `within_s`."""
         is_first = not self._stop.is_set()
         self._stop.set()
-        self._update(is_ready=False, is_ending=True)
+        self._update(is_ready=False, is_ending=True, was_told_to_end=True)
         process = self._process
         if process is None:
             return True
-        if is_first:  # a second signal would cut off running answers
+        if is_first and not self._drains_by_itself:  # a second signal would cut off answers
             process.terminate()
         try:
             process.wait(within_s)
@@ -121,16 +154,22 @@ class ServerProcess:
             return False
         finally:
             self._thread.join(_KILL_TIMEOUT_S)
+            if self._folder is not None:
+                self._folder.cleanup()
 
     def _run(self) -> None:
         pause_s, num_starts = _FIRST_PAUSE_S, 0
         while not self._stop.is_set():
             began_s, num_starts = time.monotonic(), num_starts + 1
+            self._was_ready = False
             try:
                 code, trouble = self._run_once(num_starts)
             except OSError as error:
-                code, trouble = 0, f"it cannot be started: {error.strerror or error}"
-            if self._stop.is_set():
+                code, trouble = 1, f"it cannot be started: {error.strerror or error}"
+            if code == 0 and self._was_ready:  # it drained before a check saw that
+                self._drains_by_itself = True
+            if self._is_ending:
+                self._update(is_ready=False, is_ending=True)
                 break
             if (
                 code == _PORT_IN_USE_CODE
@@ -140,7 +179,8 @@ class ServerProcess:
                 continue  # another program took the port meanwhile
             if time.monotonic() - began_s > _MIN_HEALTHY_S:
                 pause_s = _FIRST_PAUSE_S
-            self._update(is_ready=False, trouble=trouble)
+            num_failed_starts = self.state.num_failed_starts + (not self._was_ready)
+            self._update(is_ready=False, trouble=trouble, num_failed_starts=num_failed_starts)
             self._log(f"The server ended: {trouble}")
             self._stop.wait(pause_s)
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
@@ -191,22 +231,38 @@ class ServerProcess:
                 num_failed_checks += 1
             else:
                 num_failed_checks = 0
-                is_ready = self._check(port, "/health/ready") == http.client.OK
-                has_answered = has_answered or is_ready
-                self._update(is_ready=is_ready, **({"trouble": ""} if is_ready else {}))
+                health = self._check(port, "/health/ready")
+                is_ready = health is not None and health[0] == http.client.OK
+                has_answered = self._was_ready = has_answered or is_ready
+                if is_ready:
+                    self._update(is_ready=True, trouble="", num_failed_starts=0)
+                else:
+                    self._drains_by_itself = health is not None and health[1] == "draining"
+                    self._update(is_ready=False, is_ending=self._is_ending)
             if num_failed_checks == _MAX_FAILED_CHECKS:
                 self._log("The server does not answer: it is ended and started again.")
                 process.kill()
             self._stop.wait(_CHECK_INTERVAL_S)
 
-    def _check(self, port: int, path: str) -> int | None:
-        """Return the HTTP status of a path of the server; None without an answer in time."""
+    @property
+    def _is_ending(self) -> bool:
+        return self._stop.is_set() or self._drains_by_itself
+
+    def _check(self, port: int, path: str) -> tuple[int, str] | None:
+        """Ask a path of the server for its health.
+
+        Returns the HTTP status and the status in the body; None without an answer in time.
+        """
         connection = http.client.HTTPConnection(self._host, port, timeout=_CHECK_TIMEOUT_S)
         try:
             connection.request("GET", path)
-            return connection.getresponse().status
+            response = connection.getresponse()
+            body = json.loads(response.read())
+            return response.status, str(body.get("status", "")) if isinstance(body, dict) else ""
         except (OSError, http.client.HTTPException):
             return None
+        except ValueError:  # not JSON
+            return response.status, ""
         finally:
             connection.close()
 

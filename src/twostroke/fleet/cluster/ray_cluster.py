@@ -14,24 +14,24 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final
 
 import ray
+from msgspec.structs import replace
 from ray.exceptions import RayError
 
 from twostroke.core.errors import BackendError, UnreachableError
-from twostroke.fleet.cluster.manager import ROUTER, FleetStatus, Manager
+from twostroke.fleet.cluster.choice import EndingMachines
+from twostroke.fleet.cluster.manager import ROUTER, STEP_INTERVAL_S, FleetStatus, Manager
 from twostroke.fleet.cluster.process import ServerProcess, ServerState
 from twostroke.fleet.cluster.router_link import RouterLink
 from twostroke.fleet.cluster.spec import HOST
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-    from pathlib import Path
 
     from twostroke.fleet.cluster.spec import FleetSpec, ReplicaPool
 
 _logger = logging.getLogger("twostroke.fleet")
 _NAMESPACE: Final = "twostroke"
 _MANAGER_NAME: Final = "manager"
-_STEP_INTERVAL_S: Final = 0.5
 _ANSWER_TIMEOUT_S: Final = 1.0  # for all actors together
 _MAX_SILENCE_S: Final = 20.0  # after which an actor that has a server is replaced
 _DRAIN_TIMEOUT_S: Final = 60.0
@@ -52,7 +52,10 @@ class _ServerActor:
         self._server = ServerProcess(local_arguments, host, port, variables)
 
     def state(self) -> ServerState:
-        return self._server.state
+        return replace(self._server.state, machine=ray.get_runtime_context().get_node_id())
+
+    def set_prefill_addresses(self, addresses: tuple[str, ...]) -> None:
+        self._server.set_prefill_addresses(addresses)
 
     def close(self, within_s: float) -> None:
         self._server.close(within_s)
@@ -63,7 +66,7 @@ class _ManagerActor:
 
     def __init__(self, spec: FleetSpec, key: str) -> None:
         self._link = RouterLink(spec.name, spec.router, key)
-        self._cluster = RayCluster(spec, key, self._link.listing)
+        self._cluster = RayCluster(spec, key, self._link.router_files)
         self._manager = Manager(spec, self._cluster, self._link)
         self._key = key
         self._is_closed = threading.Event()
@@ -88,7 +91,7 @@ class _ManagerActor:
         self._link.close()
 
     def _run(self) -> None:
-        while not self._is_closed.wait(_STEP_INTERVAL_S):
+        while not self._is_closed.wait(STEP_INTERVAL_S):
             try:
                 self._manager.step()
             except RayError as error:  # of Ray itself; the next step may succeed
@@ -98,35 +101,39 @@ class _ManagerActor:
 class RayCluster:
     """The servers of one fleet as named Ray actors; implements `Cluster`."""
 
-    def __init__(self, spec: FleetSpec, key: str, listing: Path) -> None:
+    def __init__(self, spec: FleetSpec, key: str, router_files: tuple[str, ...]) -> None:
         """Create the access to the fleet's servers.
 
         Args:
             spec: the fleet's spec.
             key: the secret that router and replicas share.
-            listing: the file in which the router finds the replicas.
+            router_files: options of the router that name the files of replicas and models.
         """
         self._spec = spec
         self._key = key
-        self._listing = listing
+        self._router_files = router_files
         self._prefix = f"{spec.name}:"
         # All by the name of the server: the running call of `state`, the time and value of its last
         # answer, and the running call of `close`.
         self._state_calls: dict[str, Any] = {}
         self._last_states: dict[str, tuple[float, ServerState]] = {}
         self._close_calls: dict[str, Any] = {}
+        self._ending_machines = EndingMachines()
 
     def start(self, name: str, pool: ReplicaPool | None) -> None:
         """Start a replica of `pool`, or the router if `pool` is None; it may wait for a machine."""
         if pool is None:
             router = self._spec.router
             actor = _create_actor(_ServerActor, self._prefix + name, **_ON_HEAD)
-            arguments = (*router.arguments, "--replicas-file", str(self._listing))
+            arguments = (*router.arguments, *self._router_files)
             actor.remote(arguments, router.address, self._key)
             return
-        needs = {"num_cpus": pool.cpus, "resources": pool.resources}
+        needs: dict[str, Any] = {"num_cpus": pool.cpus, "resources": pool.resources}
         if pool.memory:
             needs["memory"] = int(pool.memory * _GB_BYTES)
+        alive_machines = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        if ending := self._ending_machines.to_avoid(alive_machines):
+            needs["label_selector"] = {"ray.io/node-id": f"!in({','.join(sorted(ending))})"}
         _create_actor(_ServerActor, self._prefix + name, **needs).remote(
             pool.arguments, None, self._key
         )
@@ -142,8 +149,12 @@ class RayCluster:
         for name in list(self._state_calls):
             self._update_state(name)
         for name in names:
-            if self._state(name).is_ending:  # an earlier manager may have stopped it
-                self.stop(name)
+            state = self._state(name)
+            if state.is_ending and name not in self._close_calls:
+                if name != ROUTER and state.machine and not state.was_told_to_end:
+                    _logger.warning("%s drains by itself: its machine may end.", name)
+                    self._ending_machines.add(state.machine)
+                self.stop(name)  # an earlier manager may have stopped it
         for name, call in list(self._close_calls.items()):
             if _wait([call], 0):
                 self._forget(name)
@@ -159,6 +170,11 @@ class RayCluster:
             return
         with suppress(ValueError):
             self._close_calls[name] = self._handle(name).close.remote(_DRAIN_TIMEOUT_S)
+
+    def set_prefill_addresses(self, name: str, addresses: tuple[str, ...]) -> None:
+        """Tell a decode engine which prefill engines it may use now; returns at once."""
+        with suppress(ValueError):  # it has just ended
+            self._handle(name).set_prefill_addresses.remote(addresses)
 
     def clear(self) -> None:
         """Drain all servers of the fleet, the router last, and return when they have ended."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 from msgspec.structs import replace
@@ -15,13 +15,11 @@ from twostroke.core.errors import UsageError, nearest
 from twostroke.core.frozen import Frozen, check_number, check_range
 from twostroke.core.yaml_file import YamlFile, path_steps
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 Options = dict[str, str | int | float | bool | list[str]]
 
 _LAST_PORT: Final = 65535
 HOST: Final = "{host}"  # is replaced by the address of the replica's machine
+PREFILL_PEERS: Final = "{prefill-peers}"  # by a file of that machine, which lists prefill engines
 _FILE: Final = re.compile(r"(-\d{5}-of-\d{5})?\.(gguf|safetensors)$")
 _NAME: Final = re.compile(r"[a-z0-9]([a-z0-9.-]{0,48}[a-z0-9])?")
 
@@ -34,7 +32,8 @@ class ReplicaPool(Frozen, forbid_unknown_fields=True, kw_only=True):
         name: the model's name for clients; by default the last part of `model`, without a
             file's suffix.
         replicas: the number of replicas, if it is fixed.
-        min_replicas, max_replicas: bounds, between which the router's work decides.
+        min_replicas, max_replicas: bounds, between which the router's work decides. With a minimum
+            of 0 the pool has no replica while the model is not used.
         scale_down_after: seconds for which fewer replicas must be enough before one is drained.
         cpus: cores that a replica reserves; also its threads, unless `options` has others.
         memory: GB of memory that a replica reserves.
@@ -65,8 +64,11 @@ class ReplicaPool(Frozen, forbid_unknown_fields=True, kw_only=True):
             check_range(self, "replicas", low=1, high=10_000)
             if (self.min_replicas, self.max_replicas) != (1, 1):
                 raise UsageError("excludes min_replicas and max_replicas.", field="replicas")
-        check_range(self, "min_replicas", low=1, high=10_000)
-        check_range(self, "max_replicas", low=self.min_replicas, high=10_000)
+        check_range(self, "min_replicas", low=0, high=10_000)
+        check_range(self, "max_replicas", low=max(1, self.min_replicas), high=10_000)
+        if not self.min_replicas and not self.name and "models" in self.options:
+            reason = "must be at least 1 for servers of several models, or give them one name."
+            raise UsageError(reason, field="min_replicas")
         check_range(self, "cpus", high=1e4)
         check_range(self, "memory", "scale_down_after", low=0, high=1e6)
         for name, amount in self.resources.items():
@@ -107,12 +109,9 @@ class ReplicaPool(Frozen, forbid_unknown_fields=True, kw_only=True):
         address = f"{HOST}:{self.peer_port + number}"
         return replace(self, options={**self.options, "role": "prefill", "peer-address": address})
 
-    def as_decode(self, prefill_addresses: Sequence[str]) -> ReplicaPool:
-        """Return the pool with the options of decode engines.
-
-        `prefill_addresses` are the addresses of the prefill engines that they use.
-        """
-        options = {**self.options, "role": "decode", "prefill-peer": list(prefill_addresses)}
+    def as_decode(self) -> ReplicaPool:
+        """Return the pool with the options of decode engines."""
+        options = {**self.options, "role": "decode", "prefill-peers-file": PREFILL_PEERS}
         return replace(self, options=options)
 
     @property
@@ -169,6 +168,15 @@ class FleetSpec(Frozen, forbid_unknown_fields=True, kw_only=True):
             if pool.prefill:
                 self._check_prefill(pool, f"models[{index}].prefill")
         self._check_ports()
+        self._check_waiting()
+
+    def _check_waiting(self) -> None:
+        """Check that the router waits for pools without a replica; raises UsageError."""
+        start_wait_s = self.router.options.get("start-wait")
+        for index, pool in enumerate(self.models):
+            if pool.bounds[0] == 0 and str(start_wait_s) in {"0", "0.0"}:
+                reason = "needs a router that waits: remove start-wait from its options."
+                raise UsageError(reason, field=f"models[{index}].min_replicas")
 
     @property
     def prefill_labels(self) -> set[str]:
@@ -203,9 +211,6 @@ class FleetSpec(Frozen, forbid_unknown_fields=True, kw_only=True):
             raise UsageError(f"names no other model's pool: '{pool.prefill}'.{hint}", field=field)
         if other.prefill or other.model != pool.model:
             reason = f"must name a pool of the same model, without prefill: {pool.prefill} is not."
-            raise UsageError(reason, field=field)
-        if len(set(other.bounds)) > 1:
-            reason = f"needs a fixed number of replicas: {pool.prefill} has bounds."
             raise UsageError(reason, field=field)
 
 

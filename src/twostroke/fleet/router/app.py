@@ -18,6 +18,7 @@ from twostroke.fleet.router.health_checker import (
     fetch,
 )
 from twostroke.fleet.router.metrics import RouterMetrics
+from twostroke.fleet.router.overflow import Overflow
 from twostroke.fleet.router.paths import (
     COMPUTED_PATHS,
     FILE_PATHS,
@@ -27,11 +28,14 @@ from twostroke.fleet.router.replica_registry import ReplicaRegistry
 from twostroke.fleet.router.request_reader import RequestReader
 from twostroke.fleet.router.response import LostError, ReplicaError
 from twostroke.fleet.router.state import fleet_state
+from twostroke.fleet.router.trace_recorder import RouterTraceRecorder
+from twostroke.fleet.shared_records.limit_check import SharedLimitCheck
 from twostroke.server.auth.key_refresher import KeyRefresher
 from twostroke.server.auth.keys import KeyCheck
 from twostroke.server.auth.limits import LimitCheck
 from twostroke.server.auth.usage import UsageBook
 from twostroke.server.http.boundary import Boundary
+from twostroke.server.http.error_forms import ANTHROPIC
 from twostroke.server.http.errors import (
     MethodError,
     ServerStoppingError,
@@ -52,6 +56,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from twostroke.fleet.router.options import RouteOptions
+    from twostroke.fleet.shared_records.records import SharedRecords
     from twostroke.server.http.request_context import Observer
     from twostroke.server.storage import Records
 
@@ -78,29 +83,48 @@ class Router:
         fleet: the replicas.
         health_checker: checks the replicas.
         key_refresher: keeps API keys and usage in step with the records.
+        shared_records: the keys, limits and usage that several routers share; None without them.
+        overflow: the APIs that may answer requests; None without `--overflow`.
         metrics: the metrics of `/metrics`.
         observers: observe requests and responses, for logs and usage.
         is_draining: whether new requests are refused, since the router stops.
     """
 
-    def __init__(self, options: RouteOptions, records: Records | None = None) -> None:
+    def __init__(
+        self,
+        options: RouteOptions,
+        records: Records | None = None,
+        shared_records: SharedRecords | None = None,
+    ) -> None:
         """Create a router for the replicas that the options name.
 
         With `records`, it accepts the API keys that they store, and writes the usage of each key
-        there.
+        there; with `shared_records`, so do several routers.
         """
         usage = UsageBook("unknown")
         self.options = options
         self.fleet = ReplicaRegistry(options)
         self.health_checker = HealthChecker(self.fleet)
         self.key_refresher = KeyRefresher(records, options.api_keys, usage)
-        self.metrics = RouterMetrics(self.fleet)
+        self.shared_records = shared_records
         self.observers: list[Observer] = [AccessLog()] if options.access_log else []
         self.observers += [usage] if records is not None else []
+        self.observers += [shared_records] if shared_records is not None else []
+        trace = None if options.record_trace is None else RouterTraceRecorder(options.record_trace)
+        self.observers += [trace] if trace is not None else []
+        self.overflow: Overflow | None = None
+        if options.overflow is not None:
+            self.overflow = Overflow(options.overflow, self.fleet, records, shared_records)
+            self.observers.append(self.overflow.costs)
+        self.metrics = RouterMetrics(self.fleet, shared_records, self.overflow)
         self.is_draining = False
-        self._forwarder = Forwarder(self.fleet)
+        self._forwarder = Forwarder(self.fleet, self.overflow)
         self._reader = RequestReader(
-            self.fleet, self._forwarder.killers, keeps_usage=records is not None
+            self.fleet,
+            self._forwarder.killers,
+            keeps_usage=records is not None or shared_records is not None,
+            measures_usage=self.overflow is not None,
+            trace=trace,
         )
         self._site = Site("fleet.html")
         self._handlers: dict[str, Callable[[Request], Awaitable[Response]]] = {
@@ -143,6 +167,9 @@ class Router:
             scope["route"] = _LABELS.get(path, _OTHER_LABEL)
             if self.is_draining:
                 raise ServerStoppingError("The router is stopping and takes no new requests.")
+            if method == "GET" and (row := self._startable_row(scope)) is not None:
+                await _json(row)(scope, receive, send)
+                return
             await self._forwarder.forward(await self._reader.read(scope, receive, send))
         except TwostrokeError as error:
             context = served_of(scope)
@@ -173,12 +200,22 @@ class Router:
         return _json({"status": "ok"})
 
     async def _get_ready(self, _request: Request) -> Response:
-        """Return the router's readiness: status 200 if at least one replica is ready, else 503."""
+        """Return the router's readiness: status 200 if it accepts requests, else 503.
+
+        It does if at least one replica is ready, if requests may wait for the start of one, or if
+        an upstream replaces replicas ("overflow").
+        """
         num_ready = len(self.fleet.ready)
-        status = "draining" if self.is_draining else "ok" if num_ready else "no replica"
+        may_wait = bool(self.fleet.starts.models)  # requests are accepted, and wait for a start
+        is_ok = num_ready > 0 or may_wait
+        status = "draining" if self.is_draining else "ok" if is_ok else "no replica"
+        if status == "no replica" and self.overflow and self.overflow.can_replace_replicas:
+            status = "overflow"
         body = {"status": status, "ready": num_ready, "replicas": len(self.fleet.replicas)}
-        body |= {"warning": warning} if (warning := self.fleet.warning) else {}
-        return _json(body, 200 if status == "ok" else 503)
+        warnings = [self.fleet.warning or ""]
+        warnings += [self.shared_records.warning] if self.shared_records is not None else []
+        body |= {"warning": warning} if (warning := " ".join(filter(None, warnings))) else {}
+        return _json(body, 200 if status in {"ok", "overflow"} else 503)
 
     async def _get_metrics(self, request: Request) -> Response:
         body, content_type = self.metrics.expose(request.headers.get("accept", ""))
@@ -189,7 +226,8 @@ class Router:
         has_key = key and request.headers.get("authorization") == f"Bearer {key}"
         if not self.options.shows_dashboard and not has_key:
             raise UnknownPathError("The dashboard is off: start the router with --dashboard.")
-        return _json(fleet_state(self.fleet))
+        overflow = {} if self.overflow is None else {"overflow": self.overflow.state()}
+        return _json(fleet_state(self.fleet) | overflow)
 
     async def _get_load(self, _request: Request) -> Response:
         """Answer 404 with the router's id on the path on which servers report their load.
@@ -200,11 +238,16 @@ class Router:
         raise UnknownPathError(f"A router has no load of its own ({self.fleet.router_id}).")
 
     async def _get_models(self, request: Request) -> Response:
-        """Return the list of all replicas' models; replicas of one model count once."""
+        """Return the list of all replicas' models; replicas of one model count once.
+
+        Models without a replica are listed, too, if a replica can be started or an upstream has
+        them.
+        """
         headers = credentials(request.scope, self.options.replica_key)
         headers += [pair for pair in request.scope["headers"] if pair[0] == b"anthropic-version"]
-        ready = self.fleet.ready
-        if not ready:
+        headers += self.fleet.overflow_permission.headers(request.scope)
+        ready, starts = self.fleet.ready, self.fleet.starts
+        if not ready and not starts.models and self.overflow is None:
             raise self.fleet.no_replica_error()
         requests = [fetch(replica, "/v1/models", headers) for replica in ready]
         response: dict[str, Any] = {}
@@ -219,11 +262,41 @@ class Router:
             for row in decode_rows(body):
                 if isinstance(name := row.get("id"), str):
                     models.setdefault(name, row)
+        is_anthropic = served_of(request.scope).error_form is ANTHROPIC
+        models |= {row["id"]: row for row in starts.rows(models, is_anthropic=is_anthropic)}
+        if self.overflow is not None:
+            rows = self.overflow.rows(request.scope, models, is_anthropic=is_anthropic)
+            models |= {row["id"]: row for row in rows}
         if not models:
-            raise LostError("No replica lists its models.")
+            raise (
+                LostError("No replica lists its models.")
+                if ready
+                else (self.fleet.no_replica_error())
+            )
+        if not response:
+            response = {"has_more": False, "last_id": ""} if is_anthropic else {"object": "list"}
         if "last_id" in response:  # Anthropic's list
             response |= {"first_id": next(iter(models)), "last_id": next(reversed(models))}
         return _json(response | {"data": list(models.values())})
+
+    def _startable_row(self, scope: Scope) -> dict[str, Any] | None:
+        """Return the response to `GET /v1/models/NAME` for a model that has no replica now.
+
+        None for other paths and other models.
+        """
+        starts = self.fleet.starts
+        _, _, name = scope["path"].partition("/v1/models/")
+        if not name or any(each.facts.find_model(name) for each in self.fleet.ready):
+            return None
+        is_anthropic = served_of(scope).error_form is ANTHROPIC
+        model = starts.find(name)
+        if model is not None:
+            rows = starts.rows((), is_anthropic=is_anthropic)
+            return next((row for row in rows if row["id"] == model.name), None)
+        if self.overflow is None or self.fleet.listed_name(name):
+            return None
+        rows = self.overflow.rows(scope, (), is_anthropic=is_anthropic)
+        return next((row for row in rows if row["id"] == name), None)
 
     @property
     def num_running(self) -> int:
@@ -264,7 +337,9 @@ def build_app(router: Router) -> ASGIApp:
     """Return a router's ASGI application, with the checks of keys, limits and origins around it."""
     options = router.options
     keys, origins = options.api_keys, Origins(options)
-    limit_check = LimitCheck(router, lambda _path: True)
+    limit_check: ASGIApp = LimitCheck(router, lambda _path: True)
+    if router.shared_records is not None:
+        limit_check = SharedLimitCheck(router, router.shared_records)
     origin_check = OriginCheck(router if keys is None else KeyCheck(limit_check, keys), origins)
     boundary = Boundary(
         origin_check,
@@ -287,11 +362,19 @@ def build_app(router: Router) -> ASGIApp:
 async def _run_lifespan(router: Router, receive: Receive, send: Send) -> None:
     await receive()
     await router.key_refresher.start()
+    if router.shared_records is not None:
+        await router.shared_records.start()
     await router.health_checker.start()
+    if router.overflow is not None:
+        await router.overflow.start()
     await send({"type": "lifespan.startup.complete"})
     await receive()
+    if router.overflow is not None:
+        await router.overflow.stop()
     await router.health_checker.stop()
     await router.key_refresher.stop()
+    if router.shared_records is not None:
+        await router.shared_records.stop()
     await send({"type": "lifespan.shutdown.complete"})
 
 
@@ -306,6 +389,7 @@ def route(
     on_ready: Callable[[str], None] | None = None,
     on_stop: Callable[[int], None] | None = None,
     records: Records | None = None,
+    shared_records: SharedRecords | None = None,
 ) -> int:
     """Run a router until SIGINT or SIGTERM, and return the exit code of the process.
 
@@ -315,11 +399,12 @@ def route(
         on_ready: called with the URL when requests are accepted.
         on_stop: called with the number of running requests when the router stops.
         records: keep keys and usage; the caller closes them.
+        shared_records: keys, limits and usage that several routers share.
 
     Raises:
         UsageError: an option is wrong.
         PortInUseError: the address cannot be bound.
     """
-    router = Router(options, records)
+    router = Router(options, records, shared_records)
     listener = listener or bind(options.host, options.port)
     return asyncio.run(run(build_app(router), router, listener, on_ready, on_stop))

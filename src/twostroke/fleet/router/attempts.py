@@ -25,13 +25,16 @@ from typing import TYPE_CHECKING, Final
 
 from twostroke.core.cancellation import wait_until_set
 from twostroke.fleet.router.engine_killers import Killers
+from twostroke.fleet.router.equal_requests import EqualRequests
 from twostroke.fleet.router.replica_registry import NoReplicaError, ReplicaState
 from twostroke.fleet.router.response import ReplicaError
+from twostroke.fleet.router.start_waits import wait_for_start
 from twostroke.server.http.errors import ClientGoneError
 
 if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
+    from twostroke.fleet.router.model_starts import StartableModel
     from twostroke.fleet.router.proxied_request import ProxiedRequest
     from twostroke.fleet.router.replica_registry import Replica, ReplicaRegistry
     from twostroke.fleet.routing.dispatch import RoutedRequest
@@ -58,7 +61,7 @@ class Attempt:
     """
 
     __slots__ = (
-        *("_attempts", "_decision", "_number", "_request"),
+        *("_attempts", "_decision", "_equal_key", "_number", "_request"),
         *("is_answered", "is_isolated", "replica", "routed", "turn"),
     )
 
@@ -82,6 +85,9 @@ class Attempt:
         self._request = request
         self._decision = decision
         self._number = replica.computed.add(request.content) if request.content else 0
+        # Other servers compute equal requests separately, so they need not meet there.
+        self._equal_key = b"" if replica.is_foreign else request.equal_key
+        attempts.equal_requests.add(self._equal_key, replica.index)
 
     def record_death(self) -> None:
         """Count the death of the replica's engine against the content of the request."""
@@ -89,7 +95,13 @@ class Attempt:
         request.give_up_s = 0.0  # the engine needs time to restart
         is_alone = replica.computed.was_alone(self._number)
         killers = self._attempts.killers
-        killers.note_death(request.content, replica.url, request.sent_s, is_alone=is_alone)
+        killers.note_death(
+            request.content,
+            replica.url,
+            request.sent_s,
+            is_alone=is_alone,
+            has_progress=request.kept_stream is not None and request.kept_stream.has_progress,
+        )
 
     def record_loss(self) -> None:
         """Count the lost connection to the replica against the content of the request."""
@@ -97,7 +109,13 @@ class Attempt:
         request.give_up_s = 0.0  # the replica may need time to restart
         is_alone = replica.computed.was_alone(self._number)
         killers = self._attempts.killers
-        killers.note_loss(request.content, replica.url, request.sent_s, is_alone=is_alone)
+        killers.note_loss(
+            request.content,
+            replica.url,
+            request.sent_s,
+            is_alone=is_alone,
+            has_progress=request.kept_stream is not None and request.kept_stream.has_progress,
+        )
 
     def end(self) -> None:
         """End the attempt, after an answer or a failure: release the connection and the replica.
@@ -110,6 +128,7 @@ class Attempt:
             request.connection = None
         if self._decision is not None:
             attempts.fleet.dispatcher.end(self._decision)
+        attempts.equal_requests.remove(self._equal_key, self.replica.index)
         if request.content:
             if self.is_answered:
                 attempts.killers.clear(request.content)
@@ -125,10 +144,12 @@ class Attempts:
     Attributes:
         fleet: the replicas.
         killers: counts the engines that requests have killed.
+        equal_requests: knows which replicas compute which requests without randomness.
     """
 
     def __init__(self, fleet: ReplicaRegistry) -> None:
         """Choose among the replicas of `fleet`."""
+        self.equal_requests = EqualRequests()
         self.fleet = fleet
         self.killers = Killers()
         self._reserved: set[int] = set()  # indices of replicas
@@ -142,30 +163,63 @@ class Attempts:
         """Choose a replica for a request, and wait until the request may be sent there.
 
         `failed` are the indices of replicas that have lost or refused the request. If no other is
-        ready, and `may_wait`, the request waits up to `wait_s` of the options until one is; then
-        all may be tried again. Returns None if no replica can answer now.
+        ready, and `may_wait`, the request waits up to `wait_s` of the options until one is, or up
+        to `start_wait_s` if its model may have no replica; then all may be tried again. Returns
+        None if no replica can answer now.
 
         Raises:
             EngineKillerError: the request's content kills engines.
             NoReplicaError: the request must be isolated, and no replica became free in time.
             ReplicaError: the only replica that can answer is down.
+            ModelStartingError: the first replica of the model does not start in time.
+            ModelNotStartedError: the model's replicas fail while they start.
             ClientGoneError: the client left while the request waited.
         """
+        method, path = request.scope["method"], request.scope["path"]
+        startable = self.fleet.starts.model_for(method, path, request.model)
         while True:
-            if self.killers.count(request.content):
-                attempt = await self._begin_in_turn(request, failed)
+            excluded = failed | self._unfit(request)
+            if self.killers.is_suspected(request.content):
+                attempt = await self._begin_in_turn(request, excluded)
             else:
-                attempt = await self._begin_shared(request, failed)
+                attempt = await self._begin_shared(request, excluded)
             if attempt is not None or not may_wait:
                 return attempt
-            if not request.give_up_s:
-                now_s = asyncio.get_running_loop().time()
-                request.give_up_s = now_s + self.fleet.options.wait_s
-            if not await self.fleet.wait_for_ready(request.give_up_s):
+            if not await self._wait_for_replica(request, startable):
                 return None
             failed.clear()
             if self.killers.must_isolate(request.content):
                 await asyncio.sleep(0)  # requests that share the replica go first
+
+    async def _wait_for_replica(
+        self, request: ProxiedRequest, startable: StartableModel | None
+    ) -> bool:
+        """Wait until a replica becomes ready; return False if the request has waited long enough.
+
+        `startable` is the request's model if it may have no replica; `wait_for_start` says how long
+        such a request waits, and which errors end the wait.
+        """
+        fleet = self.fleet
+        if startable is not None:
+            return await wait_for_start(
+                fleet, request, startable, lambda: bool(self._candidates(request, set()))
+            )
+        if not request.give_up_s:
+            options = fleet.options
+            wait_s = options.resume_wait_s if request.has_begun else options.wait_s
+            request.give_up_s = asyncio.get_running_loop().time() + wait_s
+        return await fleet.wait_for_ready(request.give_up_s)
+
+    def _unfit(self, request: ProxiedRequest) -> set[int]:
+        """Return the indices of replicas that would continue a response with other tokens."""
+        kept_stream = request.kept_stream
+        if kept_stream is None or not request.has_begun:
+            return set()
+        return {
+            replica.index
+            for replica in self.fleet.replicas.values()
+            if not kept_stream.suits(replica, request.model)
+        }
 
     async def _begin_in_turn(
         self, request: ProxiedRequest, failed: AbstractSet[int]
@@ -326,6 +380,12 @@ class Attempts:
                 raise ReplicaError(f"{replica.url}, which stores this, is down: {replica.reason}")
             is_excluded = replica.index in excluded and request.content
             return None if is_excluded else Attempt(self, request, replica, None)
+        equal = self.equal_requests.replica_of(request.equal_key)
+        if equal is not None and equal not in excluded:
+            others = {other.index for other in self.fleet.ready if other.index != equal}
+            choice = self.fleet.choose(request.key, request.model, {*excluded, *others})
+            if choice is not None:
+                return Attempt(self, request, *choice)
         choice = self.fleet.choose(request.key, request.model, excluded)
         return None if choice is None else Attempt(self, request, *choice)
 

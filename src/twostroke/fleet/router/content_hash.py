@@ -36,7 +36,7 @@ _WRAPPERS: Final = ("format", "json_schema", "schema")
 def content_hash(body: bytes, model: str) -> bytes:
     """Return a hash that all requests to `model` with the same texts, tools and schema share.
 
-    By this hash the router knows again a request that killed an engine. The path, the protocol,
+    By this hash the router recognizes a request that killed an engine. The path, the protocol,
     field names, roles and sampling options do not change the hash. A body that is not a JSON
     object, or has more lists and objects than servers read, is hashed as bytes.
     """

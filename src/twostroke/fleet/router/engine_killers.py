@@ -1,8 +1,8 @@
 """Finds requests that end the engines that compute them, and refuses them.
 
 A replica knows which request killed its own engine (`engine/process/pending.py`). The router knows
-it of the whole fleet, so that a request which kills engines ends at most `MAX_TRIES` of them,
-however often, by whom and on which path it is sent.
+it of the whole fleet, so that a request which kills engines before its answer begins ends at most
+`MAX_TRIES` of them, however often, by whom and on which path it is sent.
 
 An engine dies with all that it computes, so a death alone does not tell which request was the
 cause. A request that saw `_DEATHS_TO_ISOLATE` deaths is therefore sent to a replica that computes
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MAX_TRIES: Final = 3  # that a request may lose: it may be what kills
+MAX_LOST_ATTEMPTS: Final = 8  # of one request; a killer is known earlier
 FORGET_DEATHS_S: Final = 3600.0  # after the last death of an engine
 FORGET_LOSSES_S: Final = 60.0  # after the last lost connection, which says less
 _MAX_RECORDS: Final = 4096
@@ -40,6 +41,8 @@ class _DeathRecord:
         died_s, lost_s: when the last death and the last loss happened.
         ended_at_s: when the last death or loss happened at a replica, by the replica's URL.
         was_alone: whether the replica computed no other content at the last death or loss.
+        has_progress: whether a part of an answer had come before the last death or loss, and
+            another replica can continue it.
         turn: the lock that a request with this content holds while it runs.
     """
 
@@ -48,13 +51,15 @@ class _DeathRecord:
         self.died_s = self.lost_s = 0.0
         self.ended_at_s: dict[str, float] = {}
         self.was_alone = False
+        self.has_progress = False
         self.turn = asyncio.Lock()
 
 
 class Killers:
-    """Counts engine deaths by the content of the requests that the engines computed.
+    """Counts engine deaths by the content of the requests that the engines were computing.
 
-    A content is a hash of `content_hash`; empty for a request that no engine computes.
+    A content is given by its hash (`content_hash`), which is empty if no engine computes the
+    request.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -62,23 +67,30 @@ class Killers:
         self._clock = clock
         self._records: OrderedDict[bytes, _DeathRecord] = OrderedDict()  # the latest death last
 
-    def note_death(self, content: bytes, url: str, sent_s: float, *, is_alone: bool) -> None:
+    def note_death(
+        self, content: bytes, url: str, sent_s: float, *, is_alone: bool, has_progress: bool = False
+    ) -> None:
         """Count the death of an engine that computed a request, which was sent at `sent_s`.
 
         `url` is the replica's; `is_alone` says that the replica computed no other content since
-        then. Several requests with the same content that were there at one death count once.
+        then, and `has_progress` that it has sent a part of an answer that another can continue.
+        Several requests with the same content that were there at one death count once.
         """
         record = self._record_end(content, url, sent_s, is_alone=is_alone)
+        self._note_progress(content, record, has_progress=has_progress)
         if record is not None:
             record.num_deaths += 1
             record.died_s = self._clock()
 
-    def note_loss(self, content: bytes, url: str, sent_s: float, *, is_alone: bool) -> None:
+    def note_loss(
+        self, content: bytes, url: str, sent_s: float, *, is_alone: bool, has_progress: bool = False
+    ) -> None:
         """Count that a replica closed the connection of a request while it computed the request.
 
         The arguments are as for `note_death`. Such a loss is forgotten sooner than a death.
         """
         record = self._record_end(content, url, sent_s, is_alone=is_alone)
+        self._note_progress(content, record, has_progress=has_progress)
         if record is not None:
             record.num_losses += 1
             record.lost_s = self._clock()
@@ -113,14 +125,26 @@ class Killers:
 
         This is so after `MAX_TRIES` deaths, if the replica computed no other content at the last.
         """
-        return self.count(content) >= MAX_TRIES and self._records[content].was_alone
+        return (
+            self.is_suspected(content)
+            and self.count(content) >= MAX_TRIES
+            and self._records[content].was_alone
+        )
+
+    def is_suspected(self, content: bytes) -> bool:
+        """Return whether engines died of requests with this content before any progress.
+
+        A request that kills its engine always at the same token makes no progress when it is
+        continued. If it did make progress, something else has probably ended the engine.
+        """
+        return self.count(content) > 0 and not self._records[content].has_progress
 
     def must_isolate(self, content: bytes) -> bool:
         """Return whether a request with this content needs a replica that computes nothing else.
 
         This is so after two deaths: the request may be the cause, or may have run beside the cause.
         """
-        return self.count(content) >= _DEATHS_TO_ISOLATE
+        return self.is_suspected(content) and self.count(content) >= _DEATHS_TO_ISOLATE
 
     def count(self, content: bytes) -> int:
         """Return how many engines recently died or were lost with requests of this content."""
@@ -156,6 +180,18 @@ class Killers:
             record.turn.release()
         return None
 
+    def _note_progress(
+        self, content: bytes, new_record: _DeathRecord | None, *, has_progress: bool
+    ) -> None:
+        """Note whether a request had made progress before a death.
+
+        Copies of the request may have noted it for the same death.
+        """
+        if new_record is not None:
+            new_record.has_progress = has_progress
+        elif has_progress and content in self._records:
+            self._records[content].has_progress = True
+
     def _record_end(
         self, content: bytes, url: str, sent_s: float, *, is_alone: bool
     ) -> _DeathRecord | None:
@@ -187,7 +223,7 @@ class ComputedContents:
     """
 
     def __init__(self) -> None:
-        """Create it for a replica without requests."""
+        """Start without requests."""
         self.num_requests = 0
         self._counts: dict[bytes, int] = {}
         self._num_begun = 0

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core.errors import OverloadedError, TwostrokeError
 from twostroke.fleet.router.attempts import Attempts
-from twostroke.fleet.router.engine_killers import MAX_TRIES
+from twostroke.fleet.router.engine_killers import MAX_LOST_ATTEMPTS, MAX_TRIES
 from twostroke.fleet.router.event_splitter import ENGINE_DIED
+from twostroke.fleet.router.kept_stream import KeptStream, StoppedReplicaError, StreamMemory
+from twostroke.fleet.router.paths import PROMPT_ONLY_PATHS
 from twostroke.fleet.router.replica_registry import ReplicaState
 from twostroke.fleet.router.response import FailedReplicaError, LostError, ReplicaError
+from twostroke.server.auth.limits import RateLimitError
 from twostroke.server.http.error_forms import ANTHROPIC
 from twostroke.server.http.errors import ClientGoneError, report
 from twostroke.server.http.responses import abort_connection
 
 if TYPE_CHECKING:
     from twostroke.fleet.router.attempts import Attempt
+    from twostroke.fleet.router.overflow import Overflow
     from twostroke.fleet.router.proxied_request import ProxiedRequest
-    from twostroke.fleet.router.replica_registry import ReplicaRegistry
+    from twostroke.fleet.router.replica_registry import Replica, ReplicaRegistry
     from twostroke.fleet.router.response import Head
 
-_MAX_LOST_ATTEMPTS: Final = 8  # of one request; a killer is known earlier
 _BUSY_STATUSES: Final = frozenset((429, 503, 529))  # another replica may have room
 _PATHS_WITH_DONE: Final = ("/v1/chat/completions", "/v1/completions")  # end with `[DONE]`
 _logger = logging.getLogger("twostroke.router")
@@ -39,17 +43,20 @@ class Forwarder:
         killers: counts the engines that requests have killed.
     """
 
-    def __init__(self, fleet: ReplicaRegistry) -> None:
-        """Forward to the replicas of `fleet`."""
+    def __init__(self, fleet: ReplicaRegistry, overflow: Overflow | None = None) -> None:
+        """Forward to the replicas of `fleet`, and by the rules of `overflow` to APIs."""
         self._fleet = fleet
+        self._overflow = overflow
         self.running: set[ProxiedRequest] = set()
         self._attempts = Attempts(fleet)
+        self._memory = StreamMemory()
         self.killers = self._attempts.killers
 
     async def forward(self, request: ProxiedRequest) -> None:
         """Answer a request while its client is connected.
 
-        If the replica is lost after the response has begun, the response ends with an error.
+        If the replica is lost after the response has begun, another replica continues it. The
+        response ends with an error if none can.
 
         Raises:
             NoReplicaError: no replica became ready within `wait_s`.
@@ -57,25 +64,39 @@ class Forwarder:
             EngineKillerError: engines died while they computed this request or its content.
         """
         self.running.add(request)
+        self._keep(request)
+        scope = request.scope
+        self._fleet.starts.note_request(scope["method"], scope["path"], request.model)
         try:
             async with request:
                 await self._try_replicas(request)
-        except (ReplicaError, ClientGoneError) as error:
+        except TwostrokeError as error:
             if not request.has_begun:
                 raise
-            if isinstance(error, ReplicaError):
+            if not isinstance(error, ClientGoneError):
                 await self._end_with_error(request, error)
         finally:
             self.running.discard(request)
 
-    async def _try_replicas(self, request: ProxiedRequest) -> None:
-        """Let a replica answer a request; if it fails before the first byte, try another replica.
+    def _keep(self, request: ProxiedRequest) -> None:
+        """Keep what another replica needs to continue the response of a request."""
+        is_answer = bool(request.content) and request.scope["path"] not in PROMPT_ONLY_PATHS
+        is_movable = request.only_replica is None and not request.in_background
+        if is_answer and is_movable and self._fleet.options.resume_wait_s:
+            assert isinstance(request.body, bytes)
+            request.kept_stream = KeptStream(request.body, self._memory)
 
-        If no replica can answer, sends the last refusal to the client, or raises as `forward`.
+    async def _try_replicas(self, request: ProxiedRequest) -> None:
+        """Let a replica answer a request; if it fails, let another replica answer or continue.
+
+        An upstream answers in place of a replica if a rule of `--overflow` says so. If no server
+        can answer, sends the last refusal to the client, or raises as `forward`.
         """
         failed: set[int] = set()  # indices of replicas
         failure: TwostrokeError | None = None
         while True:
+            if self._overflow is not None and await self._overflow.answer(request, failed):
+                return
             is_final = isinstance(failure, _RefusedError) and failure.is_final
             attempt = await self._attempts.begin(request, failed, may_wait=not is_final)
             if attempt is None:
@@ -96,6 +117,8 @@ class Forwarder:
                 attempt.end()
             failed.add(attempt.replica.index)
         self.killers.check(request.content)
+        if request.has_begun and isinstance(failure, _RefusedError):
+            raise self._fleet.no_replica_error(request.model)
         if not isinstance(failure, _RefusedError):
             raise failure or self._fleet.no_replica_error(request.model)
         await request.respond(failure.head, failure.body)
@@ -107,18 +130,28 @@ class Forwarder:
             ReplicaError: the replica has lost the request.
             _RefusedError: the replica has refused the request.
         """
-        replica = attempt.replica
+        replica, fleet = attempt.replica, self._fleet
         replica.num_requests += 1
-        head = await request.send_to(replica, self._fleet.options.replica_key)
+        key, permission = fleet.options.replica_key, fleet.overflow_permission
+        head = await request.send_to(replica, key, permission)
         is_foreign_error = head.status == 500 and request.is_foreign and not request.only_replica
-        if head.status in _BUSY_STATUSES or is_foreign_error:
+        cannot_continue = request.has_begun and head.status != 200
+        if head.status in _BUSY_STATUSES or is_foreign_error or cannot_continue:
             await self._handle_refusal(request, attempt, head)
             return
+        is_continued = request.has_begun
         first_bytes = await request.begin_response(head)
         is_success = head.status < 300
+        if is_continued:
+            self._count_continued(request, replica)
         if is_success:
             routed = None if request.in_background else attempt.routed
-            self._fleet.record_answer(replica, first_bytes, routed, is_streamed=request.is_streamed)
+            self._fleet.record_answer(
+                replica,
+                request.first_bytes or first_bytes,  # they have the id of a stored response
+                routed,
+                is_streamed=request.is_streamed,
+            )
         await request.send_body(first_bytes)
         if request.splitter.has_died:
             self._record_death(request, attempt)
@@ -137,9 +170,11 @@ class Forwarder:
             FailedReplicaError: the foreign server is not healthy.
         """
         body = await request.read_error()
-        if head.status in _BUSY_STATUSES:
+        if head.status in _BUSY_STATUSES or request.has_begun:
             if ENGINE_DIED in body:
                 self._record_death(request, attempt)
+            if _is_limit_of_key(request, body):  # the client may not use more, from anybody
+                request.may_overflow = False
             raise _RefusedError(head, body)
         replica = attempt.replica
         if not await replica.check_is_ready():
@@ -148,9 +183,9 @@ class Forwarder:
 
     def _may_retry(self, request: ProxiedRequest) -> bool:
         """Return whether a request that a replica lost or refused may be sent to another."""
-        max_tries = _MAX_LOST_ATTEMPTS if request.content else MAX_TRIES
+        max_tries = MAX_LOST_ATTEMPTS if request.content else MAX_TRIES
         return (
-            not request.has_begun
+            request.can_continue
             and request.may_resend
             and request.only_replica is None
             and request.log.num_tries < max_tries
@@ -163,6 +198,14 @@ class Forwarder:
         A replica that cannot be reached gets no more requests until a health check succeeds.
         """
         replica = attempt.replica
+        if request.has_begun:
+            request.lost_s = time.monotonic()
+        if isinstance(error, StoppedReplicaError):
+            if error.has_died:
+                self._record_death(request, attempt)
+            else:
+                request.log.num_tries += 1
+            return
         if request.connection is None:
             self._fleet.set_state(replica, ReplicaState.DOWN, str(error))
         else:
@@ -174,6 +217,15 @@ class Forwarder:
         else:
             replica.num_lost_before += 1
         replica.check_now.set()
+
+    def _count_continued(self, request: ProxiedRequest, replica: Replica) -> None:
+        """Count a response that another replica continues."""
+        pause_s = time.monotonic() - request.lost_s
+        self._fleet.num_continued += 1
+        self._fleet.pause_s += pause_s
+        self._fleet.max_pause_s = max(self._fleet.max_pause_s, pause_s)
+        id_ = request.context.request_id
+        _logger.info("Request %s continues at %s after %.1f s.", id_, replica.url, pause_s)
 
     def _record_death(self, request: ProxiedRequest, attempt: Attempt) -> None:
         """Record that a replica's engine died while it computed a request."""
@@ -207,6 +259,17 @@ class Forwarder:
             return
         await request.send({"type": "http.response.body", "body": body, "more_body": True})
         await request.send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _is_limit_of_key(request: ProxiedRequest, body: bytes) -> bool:
+    """Return whether a replica refuses a request because of a limit of the client's key.
+
+    Anthropic's form of the error has no code, but a type that our servers use for limits only.
+    """
+    if RateLimitError.code.encode() in body:
+        return True
+    is_anthropic = request.context.error_form is ANTHROPIC and not request.is_foreign
+    return is_anthropic and b'"rate_limit_error"' in body
 
 
 class _RefusedError(OverloadedError):

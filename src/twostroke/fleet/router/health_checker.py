@@ -15,11 +15,12 @@ from twostroke.core.cancellation import wait_until_set
 from twostroke.core.errors import UsageError
 from twostroke.core.files import read_regular_file
 from twostroke.core.message_text import masked_url
-from twostroke.core.server_load import ServerLoad
+from twostroke.fleet.cluster.router_link import read_listed_models
 from twostroke.fleet.router.replica_registry import ReplicaFacts, ReplicaState
 from twostroke.fleet.router.response import CutOffError, ReplicaError
 from twostroke.fleet.router.upstream import Address, is_host_name, request_head
 from twostroke.fleet.routing.prompt import JSON_ERRORS
+from twostroke.server.http.router_messages import ServerLoad
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from twostroke.fleet.router.upstream import UpstreamConnection
 
 _MIN_INTERVAL_S: Final = 0.5  # between two checks of a replica
+_START_INTERVAL_S: Final = 0.1  # if it is not ready, and requests wait for their model's start
 _INTERVAL_PER_REPLICA_S: Final = 0.004  # so that 1,000 replicas take a fraction of a core
 _TIMEOUT_S: Final = 2.0
 _CUT_OFF_S: Final = 0.5  # of silence after which a host is cut off, not just one connection
@@ -59,6 +61,9 @@ class HealthChecker:
             self._urls_by_source["file"] = _read_listing(self._listing)
             if not self._urls_by_source["file"]:
                 _logger.warning("%s names no server yet.", self._listing)
+        self._model_listing = options.model_listing
+        if self._model_listing is not None:
+            fleet.set_startable(read_listed_models(self._model_listing))
 
     async def start(self) -> None:
         """Start the health checks, and wait up to `_TIMEOUT_S` for the replicas' first answers."""
@@ -68,6 +73,9 @@ class HealthChecker:
             self._discovery_tasks.append(asyncio.create_task(self._follow_dns(*self._dns_name)))
         if self._listing is not None:
             self._discovery_tasks.append(asyncio.create_task(self._follow_listing(self._listing)))
+        if self._model_listing is not None:
+            following = self._follow_models(self._model_listing)
+            self._discovery_tasks.append(asyncio.create_task(following))
         first_checks = [replica.was_checked.wait() for replica in self._fleet.replicas.values()]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_TIMEOUT_S):
@@ -101,6 +109,8 @@ class HealthChecker:
                 del self._check_tasks[replica.url]
                 return
             interval_s = max(_MIN_INTERVAL_S, _INTERVAL_PER_REPLICA_S * len(fleet.replicas))
+            if replica.state is not ReplicaState.READY and fleet.starts.num_waiting:
+                interval_s = _START_INTERVAL_S
             await wait_until_set(replica.check_now, interval_s)
 
     async def _check(self, replica: Replica) -> None:
@@ -198,6 +208,7 @@ class HealthChecker:
         )
         replica.num_prompt_tokens = load.prompt_tokens
         replica.num_cached_tokens = load.cached_tokens
+        replica.num_reported = load.running + load.waiting
         replica.work_s = load.work_s
         replica.horizon_s = load.horizon_s
         replica.prefill_per_decode = load.prefill_per_decode
@@ -252,6 +263,26 @@ class HealthChecker:
             if urls != self._urls_by_source["file"]:
                 self._urls_by_source["file"] = urls
                 self._update_replicas()
+
+    async def _follow_models(self, path: Path) -> None:
+        """Update the models that may have no replica when the file that names them changes.
+
+        If the file cannot be read, the models stay.
+        """
+        last_warning, last_models = "", read_listed_models(path)
+        while True:
+            await asyncio.sleep(_MIN_INTERVAL_S)
+            try:
+                models = await asyncio.to_thread(read_listed_models, path)
+            except UsageError as error:
+                if str(error) != last_warning:
+                    last_warning = str(error)
+                    _logger.warning("%s The models stay as they are.", last_warning)
+                continue
+            last_warning = ""
+            if models != last_models:
+                last_models = models
+                self._fleet.set_startable(models)
 
     def _update_replicas(self) -> None:
         """Add newly listed servers as replicas, and mark replicas that are not listed any more."""

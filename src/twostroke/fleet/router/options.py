@@ -52,6 +52,46 @@ class RouteOptions(HttpOptions):
             help="Use the servers whose URLs FILE has, one on each line, and follow its changes.",
         ),
     ] = None
+    startable_models: Annotated[
+        tuple[str, ...],
+        Option(
+            "--scale-from-zero",
+            metavar="NAME",
+            help="A model that may have no replica: its requests wait while an autoscaler starts "
+            "one; repeatable.",
+        ),
+    ] = ()
+    model_listing: Annotated[
+        Path | None,
+        Option(
+            "--models-file",
+            form="path",
+            metavar="FILE",
+            default="none",
+            help="As --scale-from-zero for each model that FILE lists in JSON, and follow its "
+            "changes; `twostroke fleet` writes such a file.",
+        ),
+    ] = None
+    store: Annotated[
+        str | None,
+        Option(
+            "--store",
+            metavar="URL",
+            default="none",
+            help="Share API keys, with their limits and usage, with other routers in this Redis "
+            "server: redis://, rediss:// or unix://. Needs the extra [store] and "
+            "TWOSTROKE_REPLICA_KEY.",
+        ),
+    ] = None
+    store_wait_s: Annotated[
+        float,
+        Option(
+            "--store-wait",
+            low=0.001,
+            high=60,
+            help="Seconds that a request waits for the store before the router goes on alone.",
+        ),
+    ] = 0.2
     policy: Annotated[
         str,
         Option(
@@ -71,6 +111,35 @@ class RouteOptions(HttpOptions):
             help="Seconds that a request waits if no replica is ready.",
         ),
     ] = 5.0
+    start_wait_s: Annotated[
+        float,
+        Option(
+            "--start-wait",
+            low=0,
+            high=_MAX_WAIT_S,
+            help="Seconds that a request waits while the first replica of its model starts; 0: it "
+            "is refused at once, and the replica starts nevertheless.",
+        ),
+    ] = 600.0
+    start_queue: Annotated[
+        int,
+        Option(
+            "--start-queue",
+            low=0,
+            high=100_000,
+            help="Most requests that wait for the first replica of a model; others are refused.",
+        ),
+    ] = 1000
+    resume_wait_s: Annotated[
+        float,
+        Option(
+            "--resume-wait",
+            low=0,
+            high=_MAX_WAIT_S,
+            help="Seconds that a stream whose replica was lost waits for another replica, which "
+            "continues it; 0: it ends with an error.",
+        ),
+    ] = 60.0
     eject_s: Annotated[
         float,
         Option(
@@ -95,6 +164,17 @@ class RouteOptions(HttpOptions):
             "with the same option.",
         ),
     ] = False
+    overflow: Annotated[
+        Path | None,
+        Option(
+            "--overflow",
+            form="path",
+            metavar="FILE",
+            default="none",
+            help="Send requests to APIs of vendors by the rules in a YAML file, for example if no "
+            "replica is ready. Their prompts leave your machines.",
+        ),
+    ] = None
     busy_s: Annotated[
         float,
         Option(
@@ -116,4 +196,6 @@ class RouteOptions(HttpOptions):
             raise UsageError(
                 "Name servers with --replica URL, --discover NAME:PORT or --replicas-file FILE."
             )
+        if "" in self.startable_models:
+            raise UsageError("must be the name of a model, not empty.", field="startable_models")
         super().__post_init__()

@@ -8,16 +8,19 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from twostroke.fleet.router.event_splitter import EventSplitter
+from twostroke.fleet.router.kept_stream import PRIVATE_LINE, KeptStream, StoppedReplicaError
+from twostroke.fleet.router.overflow_permission import OVERFLOW_HEADER
 from twostroke.fleet.router.paths import COMPUTED_PATHS, ENGINELESS_PATHS
 from twostroke.fleet.router.response import ReplicaError
 from twostroke.fleet.router.upstream import request_head
 from twostroke.fleet.router.usage_meter import ProxyLog, with_usage_option
 from twostroke.server.auth.keys import TENANT_HEADER
-from twostroke.server.auth.usage_header import MARK, STREAMS, USAGE_HEADER
+from twostroke.server.auth.usage_header import STREAMS, USAGE_HEADER
 from twostroke.server.http.body_limits import FREE_BYTES
 from twostroke.server.http.errors import ClientGoneError
 from twostroke.server.http.request_context import served_of
 from twostroke.server.http.responses import until_disconnect
+from twostroke.server.http.router_messages import NO_RECORDS, RESUME_HEADER
 from twostroke.server.http.write_coalescer import WRITE_NOW
 
 if TYPE_CHECKING:
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
+    from twostroke.fleet.router.overflow_permission import OverflowPermission
     from twostroke.fleet.router.replica_registry import Replica
     from twostroke.fleet.router.response import Head
     from twostroke.fleet.router.upstream import UpstreamConnection
@@ -48,12 +52,14 @@ _NOT_FORWARDED: Final = (
     | CREDENTIALS
     | {
         *b"accept-encoding host content-length expect origin x-request-id x-forwarded-for".split(),
+        OVERFLOW_HEADER,
         USAGE_HEADER,
+        RESUME_HEADER,
     }
 )
 # Headers of replicas that the router replaces by its own.
 _NOT_RETURNED: Final = HOP_HEADERS | frozenset(
-    [*b"date server x-request-id request-id".split(), USAGE_HEADER]
+    [*b"date server x-request-id request-id".split(), USAGE_HEADER, RESUME_HEADER]
 )
 
 
@@ -66,6 +72,7 @@ class ProxiedRequest:
         key: the routing key.
         model: the model that the request names.
         content: the hash of its content; empty if no engine computes it.
+        equal_key: the hash that equal requests share; empty if its answers are random.
         in_background: whether the response, unless it is streamed, says only that the answer will
             be computed.
         only_replica: the replica that must answer; None if the policy chooses.
@@ -75,6 +82,8 @@ class ProxiedRequest:
         sent_s: when it was sent to a replica last.
         give_up_s: when it is given up if no replica is ready, on the event loop's clock; 0.0 if it
             does not wait for a replica yet.
+        start_give_up_s: when it is given up if the first replica of its model has not started, on
+            the same clock; 0.0 if it has not waited for a start.
         may_resend: whether it may be sent again after a replica has lost it.
         was_stale: whether it was sent to the replica twice, since a connection had been closed.
         has_begun: whether the response to the client has begun.
@@ -84,8 +93,13 @@ class ProxiedRequest:
         media_type: the type of the response.
         is_streamed: whether the response is a stream of events.
         splitter: splits the response into events.
+        kept_stream: the parts that another replica needs to continue the response; None if no other
+            replica can.
+        lost_s: monotonic time at which a replica lost the response that had begun; 0.0 if none did.
         strips_usage: whether the body asks for usage on behalf of the router, and the client gets
             none.
+        may_overflow: whether an upstream may answer the request, if a rule says so.
+        tried_upstreams: the names of the upstreams to which the request was sent.
     """
 
     def __init__(
@@ -110,6 +124,7 @@ class ProxiedRequest:
             model: the model that the request names; empty if it names none.
             meter: measures the usage; None if usage is not kept.
         """
+        self._replica: Replica  # to which the request was sent last
         self.scope = scope
         self.receive = receive
         self.send = send
@@ -117,6 +132,7 @@ class ProxiedRequest:
         self.key = key
         self.model = model
         self.content = b""
+        self.equal_key = b""
         self.in_background = False
         self.only_replica: Replica | None = None
         self.meter = meter
@@ -125,6 +141,7 @@ class ProxiedRequest:
         self.context.running = self.log
         self.sent_s = 0.0
         self.give_up_s = 0.0
+        self.start_give_up_s = 0.0
         self.may_resend = True
         self.was_stale = False
         self.has_begun = False
@@ -134,6 +151,10 @@ class ProxiedRequest:
         self.media_type = b""
         self.strips_usage = False
         self.is_streamed = False
+        self.kept_stream: KeptStream | None = None
+        self.lost_s = 0.0
+        self.may_overflow = True
+        self.tried_upstreams: set[str] = set()
         self.splitter: EventSplitter  # from the beginning of the response on
         self._num_held_bytes = 0
         self._disconnect: asyncio.Future[None] | None = None
@@ -159,24 +180,35 @@ class ProxiedRequest:
     async def __aexit__(self, *_: object) -> None:
         """Release the body, and stop to watch the client."""
         self._free_body()
+        if self.kept_stream is not None:
+            self.kept_stream.release()
         if self._disconnect is not None:
             self._disconnect.remove_done_callback(self._on_disconnect)
             self._disconnect.cancel()
             await asyncio.gather(self._disconnect, return_exceptions=True)
 
-    async def send_to(self, replica: Replica, replica_key: str | None) -> Head:
+    async def send_to(
+        self, replica: Replica, replica_key: str | None, permission: OverflowPermission
+    ) -> Head:
         """Send the request over a connection to a replica; return the head of the response.
 
         If the replica closes a connection that was idle before, without an answer, the request is
-        sent once more, over a new connection. `replica_key` is the key to show to replicas in place
-        of the client's; None to show the client's.
+        sent once more, over a new connection.
+
+        Args:
+            replica: the replica.
+            replica_key: the key to show to replicas in place of the client's; None to show the
+                client's.
+            permission: knows whether the request may leave, which a replica must be told that
+                is a router.
 
         Raises:
             ReplicaError: the replica cannot be reached, then `connection` is None, or it has lost
                 the request.
             ClientGoneError: the client has left.
         """
-        message, body = self._message_to(replica, replica_key)
+        permission.refresh_owner(self.context)
+        message, body = self._message_to(replica, replica_key, permission)
         is_head = self.scope["method"] == "HEAD"
         self.was_stale = False
         while True:
@@ -205,12 +237,24 @@ class ProxiedRequest:
             )
         return head
 
+    @property
+    def first_bytes(self) -> bytes:
+        """The beginning of a response that another replica has begun; empty without one."""
+        return self.kept_stream.first_bytes if self.kept_stream is not None else b""
+
+    @property
+    def can_continue(self) -> bool:
+        """Whether another replica can answer, even if the response to the client has begun."""
+        return not self.has_begun or (
+            self.kept_stream is not None and self.kept_stream.can_continue
+        )
+
     async def begin_response(self, head: Head) -> bytes:
         """Begin the response to the client when the first byte of the replica's body has come.
 
-        Until then another replica can still answer; then the request's body is dropped. Heartbeats,
-        which a replica sends before it computes anything, are passed on at once, with the status
-        and the headers. So after a heartbeat no other replica can answer.
+        Until then any replica can still answer; then the request's body is dropped, unless another
+        replica can continue the response (`kept_stream`). Heartbeats, which a replica sends before
+        it computes anything, are passed on at once, with the status and the headers.
 
         Returns:
             The first bytes of the body that are no heartbeat, which were not sent yet.
@@ -221,10 +265,19 @@ class ProxiedRequest:
         connection = self.connection
         assert connection is not None
         data = await connection.read()
-        await self._send_head(head)
-        while not connection.is_read and _HEARTBEATS.fullmatch(data) and MARK not in data:
+        if self.kept_stream is not None:
+            self.kept_stream.begin(head, self._replica, self.model)
+        if self.has_begun:  # at another replica
+            self.splitter = self._make_splitter(
+                self.splitter.event_ends, held_end=self.splitter.held_end
+            )
+        else:
+            await self._send_head(head)
+        while not connection.is_read and _HEARTBEATS.fullmatch(data) and PRIVATE_LINE not in data:
             await self.send({"type": "http.response.body", "body": data, "more_body": True})
             data = await connection.read()
+        if self.is_streamed and self.log.first_byte_s is None:  # else another replica continues
+            self.log.first_byte_s = time.monotonic()
         return data
 
     async def send_body(self, data: bytes) -> None:
@@ -233,7 +286,7 @@ class ProxiedRequest:
         `data` is the beginning of the body, as `begin_response` returns it.
 
         Raises:
-            ReplicaError: the replica has lost the request.
+            ReplicaError: the replica has lost the request, or reports that it cannot finish.
         """
         send, take, connection = self.send, self.splitter.take, self.connection
         write = self.scope["extensions"].get(WRITE_NOW)
@@ -252,7 +305,12 @@ class ProxiedRequest:
             if data := take(data):
                 await send({"type": "http.response.body", "body": data, "more_body": True})
             data = await connection.read()
-        await self._end_response(take(data, is_last=True))
+        data = take(data, is_last=True)
+        if self.kept_stream is not None and self.kept_stream.lost_code:
+            if data:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            raise StoppedReplicaError(self.kept_stream.lost_code)
+        await self.end_response(data)
 
     async def read_error(self) -> bytes:
         """Return the whole body of a response that refuses the request.
@@ -271,7 +329,15 @@ class ProxiedRequest:
     async def respond(self, head: Head, body: bytes) -> None:
         """Send a replica's response, such as a refusal, to the client; `body` is the whole body."""
         await self._send_head(head)
-        await self._end_response(body)
+        await self.end_response(body)
+
+    async def begin_upstream_response(self, head: Head) -> None:
+        """Begin the response to the client with this head; no replica can continue it."""
+        if self.kept_stream is not None:
+            self.kept_stream.release()
+            self.kept_stream = None
+        await self._send_head(head)
+        self.log.first_byte_s = time.monotonic()
 
     async def _send_head(self, head: Head) -> None:
         """Send the head of a replica's response, without headers that concern its connection."""
@@ -286,18 +352,31 @@ class ProxiedRequest:
         self.media_type = head.media_type
         event_ends = STREAMS.get(head.media_type)
         self.is_streamed = event_ends is not None
-        self.splitter = EventSplitter(event_ends, self.meter)
+        self.splitter = self._make_splitter(event_ends)
         self._free_body()
 
-    async def _end_response(self, data: bytes) -> None:
+    def _make_splitter(
+        self, event_ends: tuple[bytes, ...] | None, held_end: bytes = b""
+    ) -> EventSplitter:
+        """Return the splitter of a replica's response; `held_end` is of the replica before."""
+        return EventSplitter(
+            event_ends,
+            self.meter,
+            self.kept_stream,
+            holds_end=self.context.holds_end,
+            held_end=held_end,
+        )
+
+    async def end_response(self, data: bytes) -> None:
         """Send the last bytes of the response, and determine the usage of the request."""
         self.log.num_open = 0
         if self.meter is not None:
             self.meter.finish(self.context)
+        await self.context.settle()
         await self.send({"type": "http.response.body", "body": data, "more_body": False})
 
     def _message_to(
-        self, replica: Replica, replica_key: str | None
+        self, replica: Replica, replica_key: str | None, permission: OverflowPermission
     ) -> tuple[bytes, bytes | AsyncIterator[bytes]]:
         """Return the head and the body of the message that carries the request to a replica.
 
@@ -306,12 +385,18 @@ class ProxiedRequest:
         """
         body = self.body
         self.sent_s = time.monotonic()
-        self.log.replica = replica
+        self.log.replica = self._replica = replica
+        resume_headers: Headers = []
+        is_continued = self.kept_stream is not None and self.kept_stream.can_continue
+        if self.kept_stream is not None and is_continued:
+            body, resume_headers = self.kept_stream.message(replica)
+        elif self.content:
+            resume_headers = [(RESUME_HEADER, NO_RECORDS)]
         self.context.known_model = replica.model_name(self.model)
         self.is_foreign = replica.is_foreign
         self.strips_usage = False
         if self.meter is not None:
-            self.meter.restart()
+            self.meter.restart(is_continued=is_continued)
             if replica.is_foreign and isinstance(body, bytes):
                 changed_body = with_usage_option(body, self.scope["path"])
                 if changed_body is not None:
@@ -326,7 +411,8 @@ class ProxiedRequest:
         }
         dropped = _NOT_FORWARDED | connection_headers
         headers: Headers = [pair for pair in scope["headers"] if pair[0] not in dropped]
-        headers += credentials(scope, replica_key)
+        headers += credentials(scope, replica_key) + resume_headers
+        headers += permission.headers(scope)
         headers.append((b"x-request-id", self.context.request_id.encode()))
         headers.append((b"accept-encoding", b"identity"))  # the router reads events and usage
         if self.meter is not None and not replica.is_foreign:

@@ -18,6 +18,8 @@ from twostroke.core.cancellation import wait_until_set
 from twostroke.core.frozen import Frozen
 from twostroke.core.message_text import counted_noun
 from twostroke.fleet.router.engine_killers import ComputedContents
+from twostroke.fleet.router.model_starts import ModelStarts
+from twostroke.fleet.router.overflow_permission import OverflowPermission
 from twostroke.fleet.router.upstream import Address, ConnectionPool
 from twostroke.fleet.routing.dispatch import Dispatcher
 from twostroke.fleet.routing.policy import mix
@@ -26,10 +28,11 @@ from twostroke.server.http.errors import GatewayError
 from twostroke.server.http.model_names import bare_name, unknown_model
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     import numpy.typing as npt
 
+    from twostroke.fleet.cluster.router_link import ListedModel
     from twostroke.fleet.router.options import RouteOptions
     from twostroke.fleet.router.upstream import UpstreamConnection
     from twostroke.fleet.routing.dispatch import RoutedRequest, RoutingKey
@@ -129,6 +132,7 @@ class Replica:
         num_lost_before, num_lost_after: requests that it lost before and after the first byte.
         num_prompt_tokens, num_cached_tokens, work_s, horizon_s, prefill_per_decode: as it
             reports.
+        num_reported: the requests that run or wait there, of any client, as it reports.
         probe: the connection for health checks.
         check_now: set to check its health at once.
         was_checked: set after each health check.
@@ -152,6 +156,7 @@ class Replica:
         self.num_lost_after = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
+        self.num_reported = 0
         self.work_s: float | None = None
         self.horizon_s: float | None = None
         self.prefill_per_decode: float | None = None
@@ -194,8 +199,12 @@ class ReplicaRegistry:
         router_id: a random text by which the router recognizes itself.
         replicas: the replicas by URL.
         dispatcher: chooses replicas for requests.
+        starts: the models that may have no replica, and requests that wait for their start.
+        overflow_permission: knows whose requests must not leave for an API.
         context_length: the longest context length of any replica, in tokens.
         is_stopping: whether the router stops, so that no request waits for a replica.
+        num_continued: responses that another replica continued.
+        pause_s, max_pause_s: the sum of their pauses, and the longest.
     """
 
     def __init__(self, options: RouteOptions) -> None:
@@ -204,11 +213,15 @@ class ReplicaRegistry:
         self.router_id = secrets.token_hex(8)
         self.replicas: dict[str, Replica] = {}
         self.dispatcher = Dispatcher(options.policy, time.monotonic, bytes_of_blocks)
+        self.starts = ModelStarts(options)
+        self.overflow_permission = OverflowPermission(options.api_keys)
         self.context_length = _DEFAULT_CONTEXT_LENGTH
         self._by_index: list[Replica] = []
         self._free_indices: list[int] = []
         self._became_ready = asyncio.Event()
         self.is_stopping = False
+        self.num_continued = 0
+        self.pause_s = self.max_pause_s = 0.0
         self._url_by_stored_id: OrderedDict[str, str] = OrderedDict()
         self._masks: dict[str, npt.NDArray[np.bool_] | None] = {}  # by name of a model
 
@@ -259,12 +272,17 @@ class ReplicaRegistry:
         replica.reason = reason
         if state is not replica.state:
             replica.since_s = time.time()
+            if state is ReplicaState.READY:
+                facts = replica.facts
+                numerics = {name: facts.shared_fact("numerics", name) for name in facts.models}
+                self.starts.on_ready(numerics)
             level = logging.INFO if state is ReplicaState.READY else logging.WARNING
             text = f" {reason}" if reason else ""
             _logger.log(level, "Replica %s is %s.%s", replica.url, state.value, text)
         replica.state = state
         if state is ReplicaState.DOWN:
             replica.is_foreign = False  # another server may come back
+            replica.num_reported = 0  # its last report must not keep the model's servers running
         self.dispatcher.set_open(replica.index, is_open=state is ReplicaState.READY)
         if state is ReplicaState.READY:
             self._became_ready.set()
@@ -328,6 +346,11 @@ class ReplicaRegistry:
                     )
         return ""
 
+    def set_startable(self, models: Iterable[ListedModel]) -> None:
+        """Set which models may have no replica, as the manager of a fleet lists them."""
+        self.starts.follow(models)
+        self._masks.clear()
+
     def listed_name(self, model: str) -> str:
         """Return the name by which a replica lists a model, for any spelling of the name.
 
@@ -359,7 +382,8 @@ class ReplicaRegistry:
         list a similar name. If no replica lists the model, replicas that may accept any name count.
 
         Raises:
-            ModelNotFoundError: no replica has the model or accepts any name.
+            ModelNotFoundError: no replica has the model or accepts any name, and the model has no
+                replica that can be started.
         """
         if model not in self._masks:
             facts_by_index = {replica.index: replica.facts for replica in self.replicas.values()}
@@ -369,18 +393,21 @@ class ReplicaRegistry:
                     index for index, facts in facts_by_index.items() if facts.find_model(model)
                 ]
             all_list_models = all(facts.models for facts in facts_by_index.values())
-            if model and facts_by_index and not having and all_list_models:
+            is_startable = bool(model) and self.starts.find(model) is not None
+            knows_models = bool(facts_by_index or self.starts.models) and all_list_models
+            if model and knows_models and not having and not is_startable:
                 having = [
                     index
                     for index, facts in facts_by_index.items()
                     if facts.takes_any_name is not False
                 ]
-                if not having:
+                is_startable = not having and self.starts.find_any(model) is not None
+                if not having and not is_startable:
                     names = {name for facts in facts_by_index.values() for name in facts.models}
-                    raise unknown_model(model, sorted(names))
+                    raise unknown_model(model, sorted(names | set(self.starts.models)))
             mask = np.zeros(len(self._by_index), np.bool_)
             mask[having] = True
-            is_split = 0 < len(having) < len(self.replicas)
+            is_split = 0 < len(having) < len(self.replicas) or (is_startable and not having)
             if len(self._masks) > _MAX_MODEL_NAMES:
                 self._masks.clear()
             self._masks[model] = mask if is_split else None

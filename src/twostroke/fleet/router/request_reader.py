@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from starlette.requests import Request
@@ -10,6 +11,7 @@ from starlette.requests import Request
 from twostroke.core.errors import RequestError
 from twostroke.core.message_text import counted_noun
 from twostroke.core.request import DEFAULT_SERVICE_TIER, SERVICE_TIERS
+from twostroke.fleet.router.equal_requests import equal_key
 from twostroke.fleet.router.health_checker import fetch_status
 from twostroke.fleet.router.paths import (
     COMPUTED_PATHS,
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
     from twostroke.fleet.router.engine_killers import Killers
     from twostroke.fleet.router.replica_registry import Replica, ReplicaRegistry
+    from twostroke.fleet.router.trace_recorder import RouterTraceRecorder
 
 _FORM_OVERHEAD_BYTES: Final = 64 * 1024  # of a form, besides its file
 
@@ -49,12 +52,23 @@ _FORM_OVERHEAD_BYTES: Final = 64 * 1024  # of a form, besides its file
 class RequestReader:
     """Reads and admits the requests that a router forwards."""
 
-    def __init__(self, fleet: ReplicaRegistry, killers: Killers, *, keeps_usage: bool) -> None:
+    def __init__(
+        self,
+        fleet: ReplicaRegistry,
+        killers: Killers,
+        *,
+        keeps_usage: bool,
+        measures_usage: bool = False,
+        trace: RouterTraceRecorder | None = None,
+    ) -> None:
         """Create a reader for requests to the replicas of `fleet`.
 
         `killers` knows the contents that are refused. With `keeps_usage`, the router enforces the
-        limits of API keys, and measures the usage of each request.
+        limits of API keys, and measures the usage of each request; with `measures_usage` it only
+        measures. `trace` records the requests.
         """
+        self._measures_usage = measures_usage or trace is not None
+        self._trace = trace
         self._fleet = fleet
         self._killers = killers
         self._keeps_usage = keeps_usage
@@ -74,7 +88,9 @@ class RequestReader:
             request, stored_id = await self._read_computed(scope, receive, send)
         else:
             request, stored_id = await self._read_other(scope, receive, send)
-        if stored_id:
+        await request.context.admit()
+        may_start = self._fleet.starts.model_for(method, path, request.model) is not None
+        if stored_id and (self._fleet.ready or not may_start):
             request.only_replica = await self._find_stored(stored_id, scope)
         return request
 
@@ -91,7 +107,11 @@ class RequestReader:
         path, salt = scope["path"], _salt(scope)
         body = await read_json(Request(scope, receive), self._fleet.options.limits)
         stable_prefix = self._fleet.options.stable_prefix
-        prompt = read_prompt(body, salt, stable_prefix=stable_prefix)
+        if self._trace is None:
+            prompt = read_prompt(body, salt, stable_prefix=stable_prefix)
+        else:
+            trace = partial(self._trace.read, served_of(scope).tenant)
+            prompt = read_prompt(body, salt, stable_prefix=stable_prefix, trace=trace)
         content = b""
         if path not in ENGINELESS_PATHS:
             model = self._fleet.listed_name(prompt.model)
@@ -103,11 +123,16 @@ class RequestReader:
             body=body,
             key=prompt.key,
             model=prompt.model,
-            meter=self._admit(prompt, scope) if self._keeps_usage else None,
+            meter=self._admit(prompt, scope),
         )
+        request.log.prompt = prompt
         request.content = content
+        if content:
+            request.equal_key = equal_key(path, served_of(scope).tenant, body, scope["headers"])
         request.in_background = _is_in_background(prompt, path)
-        if not prompt.previous and FILE_REFERENCE.search(body) is not None:
+        names_file = FILE_REFERENCE.search(body) is not None
+        request.may_overflow = not prompt.previous and not names_file
+        if not prompt.previous and names_file:
             request.only_replica = self._file_replica(salt)
         return request, prompt.previous
 
@@ -173,7 +198,10 @@ class RequestReader:
         return ready[0]
 
     def _admit(self, prompt: RoutedPrompt, scope: Scope) -> UsageMeter | None:
-        """Check a request against the limits of its key; return its meter, None if it is free.
+        """Check a request against the limits of its key, and return the meter of its usage.
+
+        Returns None if the request is free, or if the router neither keeps usage nor records a
+        trace.
 
         Raises:
             ClassError: the key does not allow the requested service tier.
@@ -183,6 +211,8 @@ class RequestReader:
         context, path = served_of(scope), scope["path"]
         if path in ENGINELESS_PATHS:
             return None
+        if not self._keeps_usage:
+            return self._meter(prompt, path) if self._measures_usage else None
         if path not in COMPUTED_PATHS and not self._has_foreign:  # Twostroke computes nothing there
             return None
         if context.key is not None:
@@ -194,14 +224,17 @@ class RequestReader:
             context.key.resolve_service_tier(service_tier, priority, is_named=is_named)
         if _is_in_background(prompt, path):
             raise RequestError(NO_BACKGROUND, field="background")
-        num_answer = 0 if path in PROMPT_ONLY_PATHS else self._max_answer_tokens(prompt, path)
-        context.reserve(prompt.num_tokens + num_answer)
-        return UsageMeter(prompt.num_tokens, num_answer, self._token_rate)
+        meter = self._meter(prompt, path)
+        context.reserve(prompt.num_tokens + meter.max_output)
+        return meter
 
-    def _max_answer_tokens(self, prompt: RoutedPrompt, path: str) -> int:
-        """Return the maximum number of output tokens of a request at any replica."""
-        length = self._fleet.context_length
-        return prompt.max_answer_tokens(path, length, is_foreign=self._has_foreign)
+    def _meter(self, prompt: RoutedPrompt, path: str) -> UsageMeter:
+        """Return the meter of a request's usage at any replica."""
+        max_output = 0
+        if path not in PROMPT_ONLY_PATHS:
+            length = self._fleet.context_length
+            max_output = prompt.max_answer_tokens(path, length, is_foreign=self._has_foreign)
+        return UsageMeter(prompt.num_tokens, max_output, self._token_rate)
 
     @property
     def _has_foreign(self) -> bool:

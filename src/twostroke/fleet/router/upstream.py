@@ -30,11 +30,8 @@ if TYPE_CHECKING:
 
     Headers = Sequence[tuple[bytes, bytes]]
 
-_CONNECT_TIMEOUT_S: Final = 1.5
 _MAX_IDLE_S: Final = 30.0  # vLLM and llama-server close idle connections after 5 to 75 s
 _MAX_UNREAD_BYTES: Final = 256 * 1024
-# Linux ends the connection at the next retransmission, some 0.4 s later.
-_UNACKNOWLEDGED_MS: Final = 800
 _NOT_IN_HOST_NAMES: Final = re.compile(r"[\s@/?#\\]")
 _CUT_OFF_ERRORS: Final = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}
 
@@ -87,6 +84,19 @@ class Address(Frozen):
             path=path,
             netloc=host_header,
         )
+
+
+class Timeouts(Frozen):
+    """The times after which a connection is given up.
+
+    Attributes:
+        connect_s: seconds until it must be open.
+        unacknowledged_ms: milliseconds without acknowledgement of sent bytes. Linux ends the
+            connection at the next retransmission, some 0.4 s later.
+    """
+
+    connect_s: float = 1.5
+    unacknowledged_ms: int = 800
 
 
 class UpstreamConnection(asyncio.Protocol):
@@ -205,7 +215,7 @@ class UpstreamConnection(asyncio.Protocol):
         option = getattr(socket, "TCP_USER_TIMEOUT", None)  # only Linux has it
         if option is not None:
             sock = transport.get_extra_info("socket")
-            sock.setsockopt(socket.IPPROTO_TCP, option, _UNACKNOWLEDGED_MS)
+            sock.setsockopt(socket.IPPROTO_TCP, option, self._pool.timeouts.unacknowledged_ms)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the request when the connection ends.
@@ -304,16 +314,26 @@ class ConnectionPool:
 
     Attributes:
         address: the replica's address.
+        timeouts: the times after which its connections are given up.
         heard_s: when the last byte came from the replica, on the event loop's clock.
     """
 
-    def __init__(self, address: Address) -> None:
-        """Create a pool without connections to the replica."""
+    def __init__(
+        self,
+        address: Address,
+        timeouts: Timeouts = Timeouts(),  # noqa: B008 - it is frozen
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """Create a pool without connections to the replica.
+
+        `tls` checks the replica's certificate; by default the system's authorities are trusted.
+        """
         self.address = address
+        self.timeouts = timeouts
         self.heard_s = 0.0
         self._busy: set[UpstreamConnection] = set()
         self._idle: list[UpstreamConnection] = []
-        self._tls = ssl.create_default_context() if address.is_tls else None
+        self._tls = (tls or ssl.create_default_context()) if address.is_tls else None
 
     async def take(self, *, is_fresh: bool = False) -> UpstreamConnection:
         """Return an idle connection to the replica, or a new connection if all are busy.
@@ -380,10 +400,16 @@ class ConnectionPool:
             server_hostname=name,
         )
         try:
-            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+            async with asyncio.timeout(self.timeouts.connect_s):
                 _, connection = await opening
         except TimeoutError:
             raise CutOffError(f"{address.url} does not accept a connection.") from None
+        except ssl.SSLCertVerificationError as error:
+            reason = f"its certificate is not trusted ({error.verify_message})"
+            raise ReplicaError(f"{address.url} cannot be reached: {reason}.") from None
+        except ssl.SSLError as error:
+            reason = f"TLS fails ({error.reason or error})"
+            raise ReplicaError(f"{address.url} cannot be reached: {reason}.") from None
         except OSError as error:
             is_system = error.errno is not None and not isinstance(error, socket.gaierror)
             reason = os.strerror(error.errno or 0) if is_system else error.strerror or str(error)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from twostroke.fleet.router.replica_registry import Replica
     from twostroke.fleet.router.response import Head
+    from twostroke.fleet.routing.prompt import RoutedPrompt
     from twostroke.server.http.request_context import ServedRequest
 
 # Paths whose streams end with the usage only if `stream_options.include_usage` asks for it.
@@ -53,7 +54,11 @@ class ProxyLog:
     Attributes:
         num_open: answers that have not ended.
         num_tries: attempts that have failed.
-        replica: the replica to which the request was sent last.
+        replica: the replica to which the request was sent last; None if it was an upstream.
+        upstream: the name of the upstream to which the request was sent last; empty if it was a
+            replica.
+        prompt: what routing read of the request; None if no model answers.
+        first_byte_s: monotonic time of the first byte of a stream; None before it.
     """
 
     def __init__(self, meter: UsageMeter | None) -> None:
@@ -61,6 +66,9 @@ class ProxyLog:
         self.num_open = 1
         self.num_tries = 0
         self.replica: Replica | None = None
+        self.upstream = ""
+        self.prompt: RoutedPrompt | None = None
+        self.first_byte_s: float | None = None
         self._meter = meter
 
     @property
@@ -70,17 +78,22 @@ class ProxyLog:
         None if the router does not record usage, or the request was refused.
         """
         meter = self._meter
-        return meter.used if meter is not None and self.replica is not None else None
+        was_sent = self.replica is not None or bool(self.upstream)
+        return meter.used if meter is not None and was_sent else None
 
     def figures(self) -> dict[str, Any]:
-        """Return the request's fields of the access log: replica, failed attempts and usage."""
+        """Return the request's fields of the access log: replica or upstream, failures, usage."""
         url = self.replica.url if self.replica is not None else None
-        counts = {} if self.used is None else structs.asdict(self.used)
-        return {"replica": url, "tries": self.num_tries, **counts}
+        used = self.used
+        counts = {} if used is None else structs.asdict(used)
+        if used is not None and not used.cache_write_tokens:
+            del counts["cache_write_tokens"]
+        facts = {"replica": url, "upstream": self.upstream or None, "tries": self.num_tries}
+        return facts | counts
 
 
 class TokenRate:
-    """The average number of output tokens per second of recent requests, with their waiting time.
+    """The average number of output tokens per second of recent requests, from their last attempt.
 
     From this rate and the time, the router estimates the usage of an answer before it comes.
 
@@ -105,6 +118,7 @@ class UsageMeter:
     is parsed at its end.
 
     Attributes:
+        max_output: the maximum number of output tokens.
         take: called with each part of the answer; returns the bytes for the client.
     """
 
@@ -116,13 +130,14 @@ class UsageMeter:
             max_output: the maximum number of output tokens.
             token_rate: the average speed of answers, for estimates.
         """
-        self._began_s = time.monotonic()
-        self._max_output = max_output
+        self._attempt_began_s = time.monotonic()
+        self.max_output = max_output
         self._token_rate = token_rate
         self._estimate = ReportedUsage(num_prompt)
         self._used: ReportedUsage | None = self._estimate
         self._has_usage_header = False
         self._is_final = False
+        self._lacks_usage = False
         self._strips_usage = False
         self._is_streaming = False
         self._event_end = b"\n\n"
@@ -140,15 +155,28 @@ class UsageMeter:
             return used
         num_output = self._num_events  # an event has about one token
         if not self._is_streaming:  # nothing comes before the end: estimate by the time
-            elapsed_s = time.monotonic() - self._began_s
-            num_output = min(self._max_output, int(self._token_rate.per_s * elapsed_s))
+            elapsed_s = time.monotonic() - self._attempt_began_s
+            num_output = min(self.max_output, int(self._token_rate.per_s * elapsed_s))
         num_output = max(used.completion_tokens, num_output)
-        return ReportedUsage(used.prompt_tokens, used.cached_tokens, num_output)
+        return structs.replace(used, completion_tokens=num_output)
 
-    def restart(self) -> None:
-        """Prepare for another attempt, after a replica has refused or lost the request."""
+    @property
+    def is_estimated(self) -> bool:
+        """Whether `used` is an estimate, since no server has reported the whole usage."""
+        return self._used is not None and (self._lacks_usage or not self._is_final)
+
+    def restart(self, *, is_continued: bool = False) -> None:
+        """Prepare for another attempt, after a server has refused or lost the request.
+
+        Nothing of earlier attempts counts, unless the attempt continues their stream.
+        """
+        self._attempt_began_s = time.monotonic()
         self._used = self._estimate
-        self._is_streaming = False
+        self._is_streaming = self._is_final = self._lacks_usage = False
+        if not is_continued:
+            self._num_events = self._num_bytes = 0
+            self._body.clear()
+            self._last_events = b""
 
     def begin(
         self, head: Head, *, is_free_if_silent: bool = False, strips_usage: bool = False
@@ -188,7 +216,8 @@ class UsageMeter:
         self._settle(context)
         used = self.used
         if used is not None and used.completion_tokens and context.error is None:
-            self._token_rate.record(used.completion_tokens, time.monotonic() - self._began_s)
+            elapsed_s = time.monotonic() - self._attempt_began_s
+            self._token_rate.record(used.completion_tokens, elapsed_s)
 
     def _settle(self, context: ServedRequest) -> None:
         """Determine the request's final usage; estimate it if the answer did not report it."""
@@ -211,10 +240,12 @@ class UsageMeter:
                     sum(usage.prompt_tokens for usage in usages),
                     sum(usage.cached_tokens for usage in usages),
                     sum(usage.completion_tokens for usage in usages),
+                    sum(usage.cache_write_tokens for usage in usages),
                 )
             else:
-                num_output = min(self._max_output, self._num_bytes // _TOKEN_BYTES)
+                num_output = min(self.max_output, self._num_bytes // _TOKEN_BYTES)
                 self._used = ReportedUsage(self._estimate.prompt_tokens, 0, num_output)
+                self._lacks_usage = True
             self._is_final = True
 
     def _take_own_events(self, data: bytes) -> bytes:
@@ -272,6 +303,7 @@ class UsageMeter:
             combine((previous.prompt_tokens, usage.prompt_tokens)),
             combine((previous.cached_tokens, usage.cached_tokens)),
             combine((previous.completion_tokens, usage.completion_tokens)),
+            combine((previous.cache_write_tokens, usage.cache_write_tokens)),
         )
 
 
@@ -317,12 +349,13 @@ class _UsageFields(msgspec.Struct):
         Anthropic's prompt tokens do not include cached tokens, so these are added.
         """
         details = self.prompt_tokens_details or self.input_tokens_details
-        cache_tokens = (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
+        written = self.cache_creation_input_tokens or 0
+        cache_tokens = (self.cache_read_input_tokens or 0) + written
         output = self.completion_tokens or self.output_tokens or 0
         remaining = max(0, (self.total_tokens or 0) - output)
         prompt = (self.prompt_tokens or self.input_tokens or remaining) + cache_tokens
         cached = (details.cached_tokens if details else self.cache_read_input_tokens) or 0
-        return _bounded(prompt, cached, output)
+        return _bounded(prompt, cached, output, written)
 
 
 class _UsageHolder(msgspec.Struct):
@@ -383,7 +416,7 @@ def _usage_of(part: _Part) -> ReportedUsage | None:
     return None if prompt is None else _bounded(prompt, 0, output)
 
 
-def _bounded(prompt: int, cached: int, output: int) -> ReportedUsage:
+def _bounded(prompt: int, cached: int, output: int, written: int = 0) -> ReportedUsage:
     """Return token counts of another server, limited to a valid range.
 
     Some servers report -1 for unknown counts.
@@ -392,4 +425,5 @@ def _bounded(prompt: int, cached: int, output: int) -> ReportedUsage:
         min(max(0, prompt), _MAX_REPORTED_TOKENS),
         min(max(0, cached), _MAX_REPORTED_TOKENS),
         min(max(0, output), _MAX_REPORTED_TOKENS),
+        min(max(0, written), _MAX_REPORTED_TOKENS),
     )

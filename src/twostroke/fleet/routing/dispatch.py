@@ -96,6 +96,20 @@ class RoutedRequest:
         self.has_ended = False
 
 
+class _Choice(Frozen):
+    """A policy's choice of a replica.
+
+    `hit_units` of the prompt are in its prefix cache; `longest` is the longest cached prefix of any
+    replica, in blocks, and `path` the prompt's path in the prefix tree.
+    """
+
+    index: int
+    wait_s: float
+    hit_units: int
+    longest: int
+    path: Path
+
+
 class Dispatcher:
     """Chooses a replica for each request by a policy. Belongs to one thread.
 
@@ -200,6 +214,11 @@ class Dispatcher:
         if horizon_s is not None:
             self.prefix_tree.evict_before(index, now_s - horizon_s)
 
+    @property
+    def mean_unit_s(self) -> float:
+        """The seconds per unit of a replica that has not been measured yet."""
+        return self._mean_unit_s
+
     def wait_s(self, index: int) -> float:
         """Return the seconds that a new request would wait at a replica."""
         return max(self._free_at_s.item(index) - self._clock(), self._overdue_s(index))
@@ -221,7 +240,52 @@ class Dispatcher:
         the request; None for all. `excluded` are the indices of replicas that may not be chosen,
         for example because they have failed.
         """
+        if not self.unit_s:
+            return None
         now_s = self._clock()
+        choice = self._choose(key, now_s, allowed, excluded)
+        if choice is None:
+            return None
+        index = choice.index
+        routed = RoutedRequest(
+            index,
+            now_s,
+            hit_units=choice.hit_units,
+            best_hit_units=self._units_of_blocks(choice.longest),
+            missing_units=key.num_units - choice.hit_units,
+        )
+        self._request_number += 1
+        self._add_work(key, routed)
+        if self._uses_prefixes:
+            routed.cached_prefix = self.prefix_tree.add(key.block_keys, choice.path, index)
+        return routed
+
+    def expected_first_token_s(
+        self,
+        key: RoutingKey,
+        allowed: npt.NDArray[np.bool_] | None = None,
+        excluded: Collection[int] = (),
+    ) -> float:
+        """Return the seconds after which the first token of a request is expected.
+
+        They are the wait at the replica that `decide` would choose, and the prefill of the part of
+        the prompt that its prefix cache lacks. The arguments are as for `decide`. Returns infinity
+        if no replica is open.
+        """
+        choice = self._choose(key, self._clock(), allowed, excluded)
+        if choice is None:
+            return math.inf
+        missing_units = key.num_units - choice.hit_units
+        return choice.wait_s + self._prefill_s(choice.index, missing_units)
+
+    def _choose(
+        self,
+        key: RoutingKey,
+        now_s: float,
+        allowed: npt.NDArray[np.bool_] | None,
+        excluded: Collection[int],
+    ) -> _Choice | None:
+        """Return the policy's choice for a request, without counting its work; else as `decide`."""
         wait_s = self._waits_s(now_s)
         if allowed is not None:
             wait_s[~allowed] = np.inf
@@ -236,30 +300,20 @@ class Dispatcher:
         if self._uses_prefixes:
             path = self.prefix_tree.find(key.block_keys)
             longest, cached_blocks = self._candidates(path, key.affinity, wait_s, nearest)
-        units_of_blocks, total, unit_s = self._units_of_blocks, key.num_units, self.unit_s
+        units_of_blocks, total = self._units_of_blocks, key.num_units
         prefill_s = {
-            index: (
-                total - units_of_blocks(num_blocks) + _DECODE_UNITS * self._num_open.item(index)
-            )
-            * unit_s[index]
+            index: self._prefill_s(index, total - units_of_blocks(num_blocks))
             for index, num_blocks in cached_blocks.items()
         }
         index = self._policy(
             RoutingState(self._request_number, wait_s, self._num_open, self._num_waiting, prefill_s)
         )
         hit_units = units_of_blocks(cached_blocks.get(index, 0))
-        routed = RoutedRequest(
-            index,
-            now_s,
-            hit_units=hit_units,
-            best_hit_units=units_of_blocks(longest),
-            missing_units=total - hit_units,
-        )
-        self._request_number += 1
-        self._add_work(key, routed)
-        if self._uses_prefixes:
-            routed.cached_prefix = self.prefix_tree.add(key.block_keys, path, index)
-        return routed
+        return _Choice(index, wait_s.item(index), hit_units, longest, path)
+
+    def _prefill_s(self, index: int, num_units: int) -> float:
+        """Return the seconds in which a replica prefills units, beside its running requests."""
+        return (num_units + _DECODE_UNITS * self._num_open.item(index)) * self.unit_s[index]
 
     def _candidates(
         self, path: Path, affinity: int, wait_s: npt.NDArray[np.float64], nearest: int

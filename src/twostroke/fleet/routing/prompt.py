@@ -15,7 +15,9 @@ from twostroke.server.http.answer_limits import ANSWER_FIELDS, AnswerFields
 from twostroke.server.http.body_limits import nesting_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
+
+    from twostroke.core.prompt_partings import Parting
 
 _SHORT_BLOCK_BYTES: Final = 512
 _LONG_BLOCK_BYTES: Final = 2048  # after the first short blocks, for fewer keys
@@ -73,6 +75,18 @@ class _PromptBody(msgspec.Struct):
     background: Raw = _NONE
 
 
+class TracedPrompt(Frozen):
+    """Facts about a prompt's text that a recorded trace has.
+
+    Attributes:
+        hashes: the hashes of its blocks.
+        parting: where it parts from earlier prompts, in bytes.
+    """
+
+    hashes: Sequence[int]
+    parting: Parting | None
+
+
 class RoutedPrompt(Frozen):
     """The facts that the router reads from a request's body; empty strings for missing fields.
 
@@ -86,6 +100,7 @@ class RoutedPrompt(Frozen):
         num_prompts: number of prompts in the body.
         limits: whole numbers in fields about the length or the number of answers, by field.
         in_background: whether the response is sent before the answer is complete.
+        traced: facts about the prompt for a recorded trace; None without a trace.
     """
 
     key: RoutingKey
@@ -97,6 +112,7 @@ class RoutedPrompt(Frozen):
     num_prompts: int = 1
     limits: Mapping[str, int] = {}
     in_background: bool = False
+    traced: TracedPrompt | None = None
 
     def max_answer_tokens(self, path: str, context_length: int, *, is_foreign: bool = False) -> int:
         """Return the maximum number of tokens of all answers to the request on a path.
@@ -135,12 +151,19 @@ _body_decoder: Final = msgspec.json.Decoder(_PromptBody)
 _options_decoder: Final = msgspec.json.Decoder(_Options)
 
 
-def read_prompt(body: bytes, salt: bytes, *, stable_prefix: bool = False) -> RoutedPrompt:
+def read_prompt(
+    body: bytes,
+    salt: bytes,
+    *,
+    stable_prefix: bool = False,
+    trace: Callable[[bytes], TracedPrompt | None] = lambda _text: None,
+) -> RoutedPrompt:
     """Return the fields of a request body that routing uses.
 
     If the body is not a JSON object, only its size is used. The salt separates tenants, which do
     not share KV pages. With `stable_prefix`, lines that change with each request are left out of
-    the routing key, since the replicas remove them.
+    the routing key, since the replicas remove them. `trace` returns the facts for a recorded trace,
+    from the prompt's text.
     """
     num_tokens = len(body) // _TOKEN_BYTES
     try:
@@ -169,6 +192,7 @@ def read_prompt(body: bytes, salt: bytes, *, stable_prefix: bool = False) -> Rou
         num_prompts=_num_prompts(fields.prompt),
         limits=_limits_of(fields),
         in_background=bytes(fields.background) not in FALSE_VALUES,
+        traced=trace(text),
     )
 
 

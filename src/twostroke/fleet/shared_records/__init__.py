@@ -1,0 +1,1 @@
+"""API keys, limits and usage that several routers share, in a Redis server."""
