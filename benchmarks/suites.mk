@@ -16,6 +16,9 @@ bench-start: native pull ## Time from the start to the first token, peak memory.
 bench-serving: native pull ## A server with 16 clients.
 	@$(BIN)/python -m benchmarks.serving.clients $(ARGS)
 
+bench-traffic: native pull ## Servers under loads of `twostroke bench`: clients, batching, prefixes, traces.
+	@$(BIN)/python -m benchmarks.serving.traffic $(ARGS)
+
 bench-speculation: native pull ## Speculative decoding against plain decoding.
 	@$(BIN)/python -m benchmarks.engine.speculation $(ARGS)
 
@@ -35,6 +38,12 @@ bench-disaggregation: native pull ## KV transfer and prefill on another engine (
 bench-batches: native pull ## A batch file, and one client beside a full batch.
 	@$(BIN)/python -m benchmarks.serving.batches $(ARGS)
 
+bench-recording: native pull ## What `--record-trace` costs: time of a request, bytes.
+	@$(BIN)/python -m benchmarks.serving.recording $(ARGS)
+
+bench-equal-requests: native pull ## Equal requests: computed once, or read from the answer cache.
+	@$(BIN)/python -m benchmarks.serving.equal_requests $(ARGS)
+
 bench-slow-readers: native pull ## One client among a thousand that read slowly.
 	@$(BIN)/python -m benchmarks.serving.slow_readers $(ARGS)
 
@@ -47,14 +56,26 @@ bench-overload: native pull ## Refusals, goodput and fair shares under overload.
 bench-parallel: native pull ## Several ranks beside one process.
 	@PYTHONPATH=tests $(BIN)/python -m benchmarks.engine.parallel $(ARGS)
 
+bench-router-store: $(DEV_READY) ## The time that a router's Redis store adds to a request; needs redis-server.
+	@$(BIN)/python -m benchmarks.serving.router_store $(ARGS)
+
 bench-plan: native pull ## Plans beside measured steps, memory and published speeds.
 	@$(BIN)/python -m benchmarks.lab.plan $(ARGS)
 
 bench-simulate: native pull ## Simulated runs beside the measured server.
 	@$(BIN)/python -m benchmarks.lab.simulate $(ARGS)
 
+bench-what-if: native pull ## Recorded loads, changed settings and advice: measured beside predicted.
+	@$(BIN)/python -m benchmarks.lab.what_if $(ARGS)
+
+bench-availability: native pull ## Engines and servers killed under load, measured beside simulated.
+	@$(BIN)/python -m benchmarks.lab.availability $(ARGS)
+
 bench-client: native ## The client of `twostroke bench` itself, against a server that does nothing.
 	@$(BIN)/python -m benchmarks.serving.bench_client $(ARGS)
+
+bench-definitions: native pull ## `twostroke bench` beside aiperf and guidellm on the same traffic.
+	@$(BIN)/python -m benchmarks.serving.definitions $(ARGS)
 
 bench-router: native pull ## The router beside clients that choose replicas, its decisions.
 	@$(BIN)/python -m benchmarks.serving.router $(ARGS)

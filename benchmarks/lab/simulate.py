@@ -39,6 +39,7 @@ from twostroke.lab.measure.single_step import StepShape
 from twostroke.lab.planner import Calibration, find_device, load_planned_model, this_machine
 from twostroke.lab.planner.calibration import measured_points
 from twostroke.lab.planner.question import Question
+from twostroke.lab.planner.reference_calibration import reference_steps
 from twostroke.lab.planner.served import group_steps, read_steps
 from twostroke.lab.simulator import RequestArrival, SimulationSetup, Workload, read_trace, simulate
 from twostroke.model.loader import load as load_model
@@ -101,22 +102,42 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def calibrated_setup(model: str, kv_bytes: int, num_threads: int) -> SimulationSetup:
+    """Measure steps of a model on this machine, and return a simulation that they correct."""
+    note("Measuring steps")
+    points = measured_points(model, STEPS, note, num_threads=num_threads)
+    return SimulationSetup(
+        load_planned_model(model),
+        this_machine(num_threads),
+        Question(),
+        CacheOptions(memory_bytes=kv_bytes),
+        calibration=Calibration(points, "", num_threads),
+        is_here=True,
+    )
+
+
+def request_logs(
+    arrivals: Sequence[RequestArrival], answers: Sequence[dict[str, Any]]
+) -> list[RequestLog]:
+    """Return what was measured of each request, from the reports of `load_clients`."""
+    return [
+        RequestLog(
+            Timings(arrival.at_s, 0.0, answer["first_s"], answer["last_s"]),
+            answer["sent_s"],
+            arrival.num_prompt,
+            arrival.num_output,
+            answer["num_cached"],
+        )
+        for arrival, answer in zip(arrivals, answers, strict=True)
+    ]
+
+
 class _Pair:
     """The server with its clients, and its simulation."""
 
     def __init__(self, args: argparse.Namespace, folder: Path, stack: contextlib.ExitStack) -> None:
-        planned = load_planned_model(args.model)
-        note("Measuring steps")
-        points = measured_points(args.model, STEPS, note, num_threads=args.threads)
-        self.setup = SimulationSetup(
-            planned,
-            this_machine(args.threads),
-            Question(),
-            CacheOptions(memory_bytes=_KV_BYTES),
-            calibration=Calibration(points, "", args.threads),
-            is_here=True,
-        )
-        self.vocab_size = planned.program.vocab_size
+        self.setup = calibrated_setup(args.model, _KV_BYTES, args.threads)
+        self.vocab_size = self.setup.model.program.vocab_size
         command = (*our_command(args.model, args.threads), "--kv-memory", str(_KV_BYTES))
         self._server = Server("Twostroke", command, folder, stack)
         path = [sys.executable, "-m", "benchmarks.serving.load_clients"]
@@ -149,7 +170,7 @@ class _Pair:
     def simulate(self, load: Workload, steps: Steps) -> Sequence[RequestLog]:
         """Simulate a load on a server that took these steps."""
         assert self.setup.calibration is not None
-        calibration = replace(self.setup.calibration, served=group_steps(steps))
+        calibration = replace(self.setup.calibration, served_steps=group_steps(steps))
         return simulate(replace(self.setup, calibration=calibration), load).logs
 
     def measure(self, load: Workload, prompts: Sequence[list[int]]) -> list[RequestLog]:
@@ -171,16 +192,7 @@ class _Pair:
         except WorkerError as error:
             raise SystemExit(f"the clients' process {error}") from None
         self.others_share.append(watch.others_share())
-        return [
-            RequestLog(
-                Timings(arrival.at_s, 0.0, log["first_s"], log["last_s"]),
-                log["sent_s"],
-                arrival.num_prompt,
-                arrival.num_output,
-                log["num_cached"],
-            )
-            for arrival, log in zip(load.arrivals, answer["requests"], strict=True)
-        ]
+        return request_logs(load.arrivals, answer["requests"])
 
 
 def _latency(args: argparse.Namespace, pair: _Pair, result: dict[str, Any]) -> str:
@@ -321,27 +333,38 @@ def _speed(args: argparse.Namespace, result: dict[str, Any]) -> str:
     """Measure how many requests are simulated in a second of processor time."""
     note("Speed")
     load = read_trace(args.trace).first(_SPEED_REQUESTS)
-    setup = SimulationSetup(
-        load_planned_model(args.model).with_weights("bf16"),
+    planned, device = load_planned_model(args.model), this_machine(args.threads)
+    here = SimulationSetup(
+        planned,
+        device,
+        Question(),
+        CacheOptions(memory_bytes=_KV_BYTES),
+        calibration=reference_steps(device),
+        is_here=True,
+    )
+    replicas = SimulationSetup(
+        planned.with_weights("bf16"),
         find_device("A100-80GB"),
         Question(mfu=0.02, mbu=0.03),
         replicas=_SPEED_REPLICAS,
         routing="least-work",
     )
     rows, rates = [], {}
-    for name, timed_load in (
-        ("lengths as they are", load.changed(speed=8)),
-        ("lengths times 0.1", load.changed(speed=80, scale=0.1)),
+    many = f"{_SPEED_REPLICAS} replicas"
+    for name, setup, timed_load in (
+        (f"{many}, lengths as they are", replicas, load.changed(speed=8)),
+        (f"{many}, lengths times 0.1", replicas, load.changed(speed=80, scale=0.1)),
+        ("this machine, lengths times 0.05", here, load.changed(speed=2, scale=0.05)),
     ):
         began_s = time.process_time()
-        outcome = simulate(replace(setup), timed_load)
+        outcome = simulate(setup, timed_load)
         rate = len(timed_load.arrivals) / (time.process_time() - began_s)
         rates[name] = rate
         busy = sum(outcome.busy) / len(outcome.busy)
         rows.append((name, f"{rate:,.0f}", f"{outcome.num_steps:,}", f"{busy:.0%}"))
     result["simulated_per_s"] = rates
     note("\n".join(map(" ".join, rows)))
-    header = (f"{load.name}, {_SPEED_REPLICAS} replicas", "requests a second", "steps", "busy")
+    header = (load.name, "requests a second", "steps", "busy")
     return f"## Speed of the simulation, one core\n\n{table(header, rows)}"
 
 

@@ -99,7 +99,7 @@ async def send_request(
         if b" 200 " not in head.partition(b"\r\n")[0]:
             output = (await reader.read()).decode(errors="replace")
             raise RuntimeError(f"the server refused: {output[:300]}")
-        async for line in _lines(reader):
+        async for line in body_lines(reader):
             if not line.startswith(b"data: {"):
                 continue
             event = json.loads(line[6:])
@@ -112,7 +112,7 @@ async def send_request(
         writer.close()
 
 
-async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+async def body_lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
     """Yield the lines of a body in chunked transfer encoding."""
     rest = b""
     while size := int((await reader.readline()).partition(b";")[0], 16):

@@ -76,9 +76,9 @@ async def _costs(
             )
 
     async def load(count: int, num_tokens: int) -> float:
-        before_s = _processor_s(router.pid)
+        before_s = processor_s(router.pid)
         await asyncio.gather(*[client(count, num_tokens) for _ in range(_STREAMS)])
-        return _processor_s(router.pid) - before_s
+        return processor_s(router.pid) - before_s
 
     await load(5, 20)  # warms up
     request_s = await load(_REQUESTS // _STREAMS, 1) / _REQUESTS
@@ -87,7 +87,8 @@ async def _costs(
     return {"request": request_s, "streamed token": token_s}
 
 
-def _processor_s(pid: int) -> float:
+def processor_s(pid: int) -> float:
+    """Return the processor time of a process's first thread so far."""
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from twostroke.fleet.router.response import Head
 from twostroke.lab.bench.answers import EMPTY, INCOMPLETE, NO_STREAM, ReceivedAnswer
-from twostroke.lab.bench.requests_to_send import PlannedRequest
+from twostroke.lab.bench.request_form import PlannedRequest
 from twostroke.lab.measure.requests import COMPLETED, FAILED, REFUSED
 
 STREAM = Head(200, [(b"content-type", b"text/event-stream; charset=utf-8")])

@@ -88,6 +88,9 @@ def test_drift_of_each_latency_is_fatal():
     assert findings(slower) == {"drift of TPOT": True}
     warming = [make_answer(n, n / 10, ttft_s=0.2 if n < 300 else 0.1) for n in range(600)]
     assert findings(warming) == {"drift of TTFT": True}
+    for changed in (slower, warming):
+        facts = RunFacts(is_open=True, load_changes=True)
+        assert list(findings(changed, facts).values()) == [False], "as its load does"
     little = [make_answer(n, n / 10, gap_s=0.01 * (1 + n / 6000)) for n in range(600)]
     assert findings(little) == {}
     assert findings(answers[:300] + good_run()[300:]) == {}
@@ -117,13 +120,21 @@ def test_prompts_of_other_lengths_are_named():
     "fields",
     [
         {"max_output": 8},
-        {"max_output": 12},
+        {"max_output": 12, "num_chunks": 10},
         {"num_output": 5, "num_chunks": 11, "finish_reason": "stop", "max_output": 20},
     ],
 )
 def test_counts_that_contradict_the_answer_are_fatal(fields):
     answers = good_run(**{name: lambda _, value=value: value for name, value in fields.items()})
     assert findings(answers, RunFacts(is_open=True)) == {"token counts": True}
+
+
+def test_an_answer_that_fills_the_context_is_no_wrong_count():
+    answers = good_run(max_output=lambda _: 20)  # 100 tokens of prompt, and 11 of the answer
+    for facts in (RunFacts(is_open=True), RunFacts(is_open=True, context_length=111)):
+        assert findings(answers, facts) == {"full context": False}
+    facts = RunFacts(is_open=True, context_length=4096)
+    assert findings(answers, facts) == {"token counts": True}, "there was room for more"
 
 
 def test_counts_are_compared_with_the_tokenizer():

@@ -11,10 +11,13 @@ from msgspec.structs import replace
 
 from support.bench_answers import make_answer
 from twostroke.core.errors import UsageError
+from twostroke.lab.bench.audit import AuditFinding
 from twostroke.lab.bench.bootstrap import PooledValues, difference_interval, interval
 from twostroke.lab.bench.comparison import compare_runs, different_loads
+from twostroke.lab.bench.energy import EnergyUse
 from twostroke.lab.bench.record import RunRecord, RunSetup, read_record, write_csv, write_record
 from twostroke.lab.bench.report import latency_table, make_bench_report
+from twostroke.lab.bench.resources import RunResources
 from twostroke.lab.measure.requests import OBJECTIVE_NAMES, Objectives, named_objectives
 from twostroke.lab.simulator.traces import read_trace
 
@@ -62,7 +65,7 @@ def test_latencies_follow_their_definitions():
     assert report.tokens_per_chunk == pytest.approx(1.8)
     assert report.run.lateness_p99_s == pytest.approx(0.1)
     titles = [row[0] for row in latency_table(report)]
-    assert titles[:4] == ["MS", "TTFT", "TTFT from sent", "TTFT of content"]
+    assert titles[:4] == ["MS", "TTFT", "TTFT from sent", "Time to publish"]
 
 
 def test_output_tokens_are_counted_by_the_times_of_chunks():
@@ -112,12 +115,23 @@ def test_the_difference_of_equal_runs_contains_zero():
     assert num_hits >= 36
 
 
+def test_failed_answers_do_not_raise_the_speed_of_the_others():
+    answers = [make_answer(n, n / 10, failure="timeout" if n % 3 else "") for n in range(300)]
+    completed = [answer for answer in answers if answer.is_completed]
+    run, alone = (make_bench_report(part, Objectives()).run for part in (answers, completed))
+    assert run.output_per_user == pytest.approx(alone.output_per_user, rel=0.02)
+    assert run.output_per_user < 11 / 0.2
+
+
 def test_a_record_is_read_again_by_bench_and_by_simulate(tmp_path):
     path = tmp_path / "run.json"
     answers = random_run(0, 30)
-    write_record(path, RunRecord(SETUP, answers))
+    finding = AuditFinding("few samples", "30 requests completed.")
+    resources = RunResources(energy=EnergyUse({"package-0": 5.0}, 2.0), server_version="vLLM 1")
+    write_record(path, RunRecord(SETUP, answers, (finding,), resources, "twostroke bench", "0.1.0"))
     again = read_record(path)
-    assert again.setup == SETUP
+    assert (again.setup, again.findings, again.resources) == (SETUP, (finding,), resources)
+    assert (again.command, again.client_version) == ("twostroke bench", "0.1.0")
     assert again.answers[3].log == answers[3].log
     assert again.answers[3].chunk_times_s == pytest.approx(answers[3].chunk_times_s, abs=1e-6)
     workload = read_trace(str(path))
@@ -126,10 +140,21 @@ def test_a_record_is_read_again_by_bench_and_by_simulate(tmp_path):
 
 
 def test_a_file_that_is_no_record_is_refused(tmp_path):
-    for text in ("{}", "[]", "nothing", '{"setup": 1, "requests": [], "answers": []}'):
-        path = tmp_path / "run.json"
+    path = tmp_path / "run.json"
+    write_record(path, RunRecord(SETUP, random_run(0, 3)))
+    whole = path.read_text()
+    for text, words in (
+        ("{}", "is not a run of bench"),
+        ("[]", "is not a run of bench"),
+        ('{"setup": 1, "requests": [], "answers": []}', "is not a run of bench"),
+        (whole.replace('"arrival_s":', '"arrived":'), "is not a run of bench"),
+        ("nothing", "is not a run of bench, or it is cut off: it is not JSON"),
+        (whole[: len(whole) // 2], "is not a run of bench, or it is cut off: it is not JSON"),
+        ("", "is not a run of bench, or it is cut off: it is not JSON"),
+        (whole.replace('"version":1', '"version":2'), "record has version 2, and this version"),
+    ):
         path.write_text(text)
-        with pytest.raises(UsageError, match="is not a run of bench"):
+        with pytest.raises(UsageError, match=words):
             read_record(path)
     with pytest.raises(UsageError, match="cannot be read"):
         read_record(tmp_path / "none.json")
@@ -140,7 +165,7 @@ def test_csv_has_a_line_for_each_request(tmp_path):
     failed = make_answer(1, 2.0, failure="timeout")
     no_tokens = replace(failed.log.timings, first_token_s=0.0, last_token_s=0.0)
     failed = replace(failed, log=replace(failed.log, timings=no_tokens))
-    write_csv(path, [make_answer(0, 1.0), failed])
+    write_csv(path, [[make_answer(0, 1.0), failed]])
     rows = list(csv.DictReader(path.read_text().splitlines()))
     assert [row["first_token_s"] for row in rows] == ["1.1", ""]
     assert [row["ttft_ms"] for row in rows] == ["100.0", ""]

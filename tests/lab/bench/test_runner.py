@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -11,9 +12,12 @@ from support.bench_answers import make_answer
 from support.virtual_time import run_virtually
 from twostroke.lab.bench.prompts import PromptSizes, PromptWriter
 from twostroke.lab.bench.request_form import RequestForm
-from twostroke.lab.bench.requests_to_send import PlannedRequest, WorkloadSource
+from twostroke.lab.bench.requests_to_send import WorkloadSource
 from twostroke.lab.bench.runner import LoadRunner, RunClock, RunLimits
 from twostroke.lab.simulator.load import RequestArrival, Workload
+
+if TYPE_CHECKING:
+    from twostroke.lab.bench.request_form import PlannedRequest
 
 
 def workload(times_s):

@@ -75,6 +75,42 @@ def test_costs_of_a_month_are_those_of_a_count_by_hand(case):
     assert half.comparisons[0].is_stale
 
 
+def test_own_devices_and_power_are_counted_by_hand(case):
+    hosting = Hosting(
+        purchase_usd=30_000.0, lifetime_years=5.0, usd_per_kwh=0.15, pue=1.3, grams_per_kwh=380.0
+    )
+    costs = compare_costs(replace(case, hosting=hosting), [PRICE], "2026-02").costs
+    # Two devices of 700 W, all hours of the month.
+    assert costs.devices_usd == pytest.approx(2 * 30_000 / 60)
+    assert costs.energy_kwh == pytest.approx(2 * 0.7 * 1.3 * 730.5)
+    assert costs.energy_usd == pytest.approx(0.15 * costs.energy_kwh)
+    assert costs.carbon_kg == pytest.approx(0.38 * costs.energy_kwh)
+    assert costs.usd == pytest.approx(costs.devices_usd + costs.energy_usd)
+    other = replace(case, hosting=replace(hosting, watts=1000.0, usd_per_kwh=0.0))
+    other_costs = compare_costs(other, [PRICE], "2026-02").costs
+    assert other_costs.energy_kwh == pytest.approx(costs.energy_kwh / 0.7)
+    assert other_costs.energy_usd == 0
+    rented = compare_costs(case, [PRICE], "2026-02")
+    assert (rented.costs.energy_kwh, rented.costs.carbon_kg) == (None, None)
+    swings = {
+        name: {swing.name: swing for swing in compare_costs(c, [PRICE], "2026-02").swings}
+        for name, c in (("own", replace(case, hosting=hosting)), ("rented", case))
+    }
+    assert swings["own"]["price of power"].spread == pytest.approx(0.4 * costs.energy_usd)
+    assert swings["own"]["price of devices"].spread == pytest.approx(0.4 * costs.devices_usd)
+    assert "price of power" not in swings["rented"]
+
+
+def test_power_that_is_not_known_is_asked_for(case):
+    device = replace(case.device, tdp_w=None)
+    unknown = replace(case, device=device, hosting=Hosting(usd_per_kwh=0.1))
+    with pytest.raises(UsageError, match="the power of H100-SXM is not known") as caught:
+        compare_costs(unknown, [PRICE], "2026-02")
+    assert caught.value.field == "watts"
+    known = replace(unknown, hosting=Hosting(usd_per_kwh=0.1, watts=900.0))
+    assert compare_costs(known, [PRICE], "2026-02").costs.energy_usd > 0
+
+
 def test_hours_decide_the_replicas_and_waiting_requests_fill_them(case):
     busy = replace(case, traffic=Traffic(2e7, HOUR_WEIGHTS["office"]), hosting=Hosting(spare=0))
     fixed = compare_costs(busy, [PRICE], "2026-02").costs

@@ -46,12 +46,12 @@ def test_a_shape_is_that_of_the_steps_it_stands_for(starts, counts):
     assert batch.num_attended() == attended
 
 
-def test_the_median_of_steps_of_like_shapes_counts():
-    steps = [(8, 0, 8, 0.1, 8 * n, 0.2) for n in (100, 101, 102)]
-    steps += [(8, 0, 8, 0.1, 808, 9.0), (8, 0, 8, 0.1, 808, 0.0)]  # disturbed, after a pause
+def test_the_mean_of_steps_of_like_shapes_counts():
+    steps = [(8, 0, 8, 0.25, 8 * n, turn_s) for n, turn_s in ((100, 0.5), (101, 0.5), (102, 1.25))]
+    steps += [(8, 0, 8, 0.25, 808, 9.0)]  # disturbed
     steps += [(40, 33, 8, 0.1, 900, 0.5)] * 2  # too few
     steps += [(9, 0, 3, 0.1, 900, 0.5)] * 5  # drafts
-    assert group_steps(steps) == (ServedStep(8, 0, 8, 808, 0.2, between_s=0.1),)
+    assert group_steps(steps) == (ServedStep(8, 0, 8, 808, 0.75, between_s=0.5),)
     assert group_steps([]) == ()
     newer = ServedStep(8, 0, 8, 820, 0.3)
     larger = ServedStep(32, 0, 32, 3200, 0.4)
@@ -103,6 +103,16 @@ def test_plans_take_what_the_server_takes(tmp_path):
     assert any(f"Nearest step: {single.served_steps[0].name}." in line for line in plan_facts(plan))
 
 
+def test_a_step_after_a_pause_takes_the_usual_time_between_steps():
+    after_pauses = [(16, 16, 1, step_s, 136, 0.0) for step_s in (0.5, 0.6, 0.7)]
+    others = [(8, 0, 8, 0.2, 808 + n, 0.2 + between_s) for n, between_s in enumerate((1, 2, 9))]
+    by_rows = {step.rows: step for step in group_steps(after_pauses + others)}
+    assert by_rows[16].seconds == pytest.approx(0.6 + 2)
+    assert by_rows[16].between_s == pytest.approx(2)
+    (alone,) = group_steps(after_pauses)
+    assert (alone.seconds, alone.between_s) == pytest.approx((0.6, 0))
+
+
 def test_a_step_that_is_seen_often_counts_once():
     step = [8, 0, 8, 0.1, 808, 0.2]
     assert group_steps([step] * 9) == ()
@@ -117,11 +127,11 @@ def test_a_server_that_does_not_say_its_threads_is_refused(tmp_path, monkeypatch
     with_threads = older | {"ranks": [], "engine": {"threads": 2}}
     for state in (older, with_threads | {"engine": {}}, with_threads | {"ranks": [{}]}):
         monkeypatch.setattr(
-            "twostroke.lab.planner.served._read_state", lambda *_, state=state: state
+            "twostroke.lab.planner.served.fetch_json", lambda *_, state=state: state
         )
         with pytest.raises(UsageError, match="how many threads it computes: it is an older ver"):
             server_threads("http://a", None, planned)
-    monkeypatch.setattr("twostroke.lab.planner.served._read_state", lambda *_: with_threads)
+    monkeypatch.setattr("twostroke.lab.planner.served.fetch_json", lambda *_: with_threads)
     assert server_threads("http://a", None, planned) == 2
 
 

@@ -109,7 +109,7 @@ def simulated(load: Workload, batch: BatchOptions):
         decode_quietly,
     )
     replica = SimulatedReplica(scheduler, lambda _: Totals(1.0, 1, 1), clock, VOCAB_SIZE, PAGE_SIZE)
-    fleet = SimulatedFleet([replica], "round-robin", clock, VOCAB_SIZE)
+    fleet = SimulatedFleet([replica], "round-robin", clock=clock, vocab_size=VOCAB_SIZE)
     fleet.run(load)
     return steps, [fleet.logs[number].num_cached for number in range(len(load.arrivals))]
 

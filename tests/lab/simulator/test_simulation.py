@@ -78,7 +78,7 @@ def serve(load, totals):
         CacheOptions(prefix_cache=False), batch, size=size, facts=facts, clock=clock.read
     )
     replica = SimulatedReplica(scheduler, lambda _: totals, clock, 100, 16)
-    fleet = SimulatedFleet([replica], "round-robin", clock, 100)
+    fleet = SimulatedFleet([replica], "round-robin", clock=clock, vocab_size=100)
     fleet.run(load)
     return replica, fleet.logs
 

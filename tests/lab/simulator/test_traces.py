@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import urllib.request
 from hashlib import sha256
 from itertools import pairwise
@@ -87,7 +88,7 @@ def test_own_columns(tmp_path):
         ("a.jsonl", MOONCAKE.replace("[46, 5]", "[46, -5]"), "line 3: hash_ids must be a list"),
         ("a.jsonl", MOONCAKE.replace("900", "NaN"), "line 1: input_length must be a whole number"),
         ("a.json", '{"requests": [{}]}', "a.json is not a recorded run"),
-        ("a.txt", "", "must be azure-conv, azure-code, .*, or a file"),
+        ("a.txt", "", "a.txt is not a trace that --record-trace has recorded"),
     ],
 )  # fmt: skip
 def test_odd_lines_are_named(tmp_path, name, text, message):
@@ -205,20 +206,69 @@ def test_recorded_prompts_share_what_they_shared(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("lines", "reason"),
+    ("line", "reason"),
     [
-        ([HEADER.replace("1,", "2,")], "another version"),
-        ([HEADER.replace("16", "32")], "another version"),
-        ([HEADER, recorded_line(1.0, 40, [1, 32])], "was cut"),
-        ([HEADER, recorded_line(1.0, 40), HEADER, recorded_line(1.0, 40, [1, 32])], "was cut"),
-        ([HEADER, recorded_line(1.0, 40), recorded_line(1.0, 40, [1, 48])], "two whole numbers"),
-        ([HEADER, recorded_line(1.0, 40), recorded_line(1.0, 40, [1])], "two whole numbers"),
-        ([HEADER, recorded_line("soon", 40)], "arrival_s"),
+        (recorded_line(1.0, 40, [2, 32]), "not in the file"),
+        (recorded_line(1.0, 40, [1, 48]), "Line 3: shared must be two whole numbers"),
+        (recorded_line(1.0, 40, [1]), "Line 3: .*length"),
+        (recorded_line("soon", 40), "Line 3: .*arrival_s"),
+        (recorded_line(1.0, 0), "Line 3: prompt_tokens must be from 1"),
+        (recorded_line(1.0, 40)[:30], "1 line is left out. Line 3: it is cut off"),
     ],
 )
-def test_a_recorded_trace_that_is_not_valid_names_the_line(tmp_path, lines, reason):
-    with pytest.raises(UsageError, match=rf"line {len(lines)}: .*{reason}"):
+def test_sound_lines_of_a_damaged_trace_are_kept(tmp_path, line, reason):
+    lines = [HEADER, recorded_line(1.0, 40), line]
+    load = read_trace(write(tmp_path, "recorded.jsonl", "\n".join(lines)))
+    assert load.arrivals[0] == RequestArrival(0.0, 40, 5)
+    (note,) = load.notes
+    assert re.search(reason, note)
+
+
+def test_lines_after_a_damaged_line_share_what_they_shared(tmp_path):
+    lines = [HEADER, recorded_line(1.0, 40), "{", recorded_line(2.0, 40, [2, 32])]
+    load = read_trace(write(tmp_path, "recorded.jsonl", "\n".join(lines) + "\n"))
+    first, second = load.arrivals
+    assert first.blocks == second.blocks
+    assert load.changed(speed=2).first(1).notes == load.notes
+
+
+@pytest.mark.parametrize("header", [HEADER.replace("1,", "2,"), HEADER.replace("16", "32")])
+def test_requests_of_another_version_are_left_out(tmp_path, header):
+    lines = [header, recorded_line(1.0, 40)]
+    with pytest.raises(UsageError, match=r"another version of Twostroke recorded 1 request "):
         read_trace(write(tmp_path, "recorded.jsonl", "\n".join(lines)))
+    lines += [HEADER, recorded_line(2.0, 50)]
+    load = read_trace(write(tmp_path, "recorded.jsonl", "\n".join(lines)))
+    assert load.arrivals == (RequestArrival(0.0, 50, 5),)
+    assert "another version" in load.notes[0]
+
+
+@pytest.mark.parametrize("name", ["monday", "trace.log", "trace.csv", "trace.json"])
+def test_a_recorded_trace_may_have_any_name(tmp_path, name):
+    lines = [HEADER, recorded_line(1.0, 40), recorded_line(2.0, 40, [1, 32])]
+    load = read_trace(write(tmp_path, name, "\n".join(lines)))
+    assert load.arrivals[0].blocks == load.arrivals[1].blocks
+    cut = "\n".join([lines[1][5:], lines[2]])
+    assert len(read_trace(write(tmp_path, name, cut)).arrivals) == 1
+
+
+def test_a_file_of_another_kind_needs_its_suffix(tmp_path):
+    with pytest.raises(UsageError, match=r"notes\.txt is not a trace .* \.csv, \.jsonl, \.json"):
+        read_trace(write(tmp_path, "notes.txt", "Buy milk.\n"))
+
+
+@pytest.mark.parametrize("jump_s", [-90_000.0, 1e9])
+def test_arrivals_continue_where_the_clock_jumps(tmp_path, jump_s):
+    lines = [HEADER]
+    for number in range(6):
+        at_s = 1e6 + number + (jump_s if number >= 3 else 0.0)
+        line = json.loads(recorded_line(at_s, 40)) | {"e2e_s": 0.5}
+        lines.append(json.dumps(line))
+    load = read_trace(write(tmp_path, "recorded.jsonl", "\n".join(lines)))
+    times_s = [arrival.at_s for arrival in load.arrivals]
+    assert times_s == pytest.approx([0, 1, 2, *(t + times_s[3] for t in (0, 1, 2))])
+    assert 2 <= times_s[3] <= 3
+    assert "the clock jumps 1 time;" in load.notes[0]
 
 
 def test_a_recorded_trace_without_requests_is_empty(tmp_path):

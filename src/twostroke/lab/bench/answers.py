@@ -13,7 +13,7 @@ from twostroke.lab.measure.requests import COMPLETED, FAILED, REFUSED, RequestLo
 
 if TYPE_CHECKING:
     from twostroke.fleet.router.response import Head
-    from twostroke.lab.bench.requests_to_send import PlannedRequest
+    from twostroke.lab.bench.request_form import PlannedRequest
 
 _MAX_ERROR_BYTES: Final = 1 << 16
 _MAX_MESSAGE_CHARS: Final = 300
@@ -21,6 +21,20 @@ _MAX_LINE_BYTES: Final = 1 << 24
 INCOMPLETE: Final = "incomplete stream"
 EMPTY: Final = "empty answer"
 NO_STREAM: Final = "no stream"
+
+
+class AssistantReply(Frozen):
+    """An answer as a message of a conversation: its content, and its tool calls."""
+
+    content: str
+    calls: tuple[dict[str, Any], ...] = ()
+
+    def message(self) -> dict[str, Any]:
+        """Return the message of the assistant."""
+        fields: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.calls:
+            fields["tool_calls"] = list(self.calls)
+        return fields
 
 
 class MeasuredAnswer(Frozen):
@@ -35,11 +49,18 @@ class MeasuredAnswer(Frozen):
         first_reasoning_s, first_content_s: times of the first token of each kind; None without.
         chunk_times_s: when each chunk with tokens came.
         chunk_tokens: tokens of each chunk by the server's own running count; empty if unknown.
+        empty_chunk_times_s: when each chunk with a choice but without tokens came, such as the role
+            at the start and the reason at the end.
         has_usage: whether the server reported its counts of tokens.
         finish_reason: as the server reported it.
         failure: why the request failed, in few words; empty if it is completed.
         message: the error's text.
         text: the answer; kept for a few requests only, to check counts of tokens.
+        turn: the turn of a conversation, from 1 on; 0 outside conversations.
+        num_reusable: tokens of the prompt that the conversation's last request computed.
+        reports_cached: whether the server reported how many prompt tokens were cached.
+        wanted_call, num_calls: whether a tool call was asked for, and how many came.
+        reply: the answer as a message, for the next request of its conversation.
     """
 
     log: RequestLog
@@ -51,11 +72,18 @@ class MeasuredAnswer(Frozen):
     first_content_s: float | None = None
     chunk_times_s: tuple[float, ...] = ()
     chunk_tokens: tuple[int, ...] = ()
+    empty_chunk_times_s: tuple[float, ...] = ()
     has_usage: bool = False
     finish_reason: str = ""
     failure: str = ""
     message: str = ""
     text: str = ""
+    turn: int = 0
+    num_reusable: int = 0
+    reports_cached: bool = False
+    wanted_call: bool = False
+    num_calls: int = 0
+    reply: AssistantReply | None = None
 
     @property
     def is_completed(self) -> bool:
@@ -110,18 +138,25 @@ class ReceivedAnswer:
 
     Attributes:
         chunk_times_s, chunk_tokens: of chunks with tokens; the counts are the server's.
+        empty_chunk_times_s: of chunks with a choice, but without tokens.
         last_s: when the last byte came.
     """
 
-    def __init__(self, *, keeps_text: bool) -> None:
-        """Create a receiver; with `keeps_text` it keeps the answer's text."""
+    def __init__(self, *, keeps_text: bool, keeps_reply: bool = False) -> None:
+        """Create a receiver.
+
+        With `keeps_text` it keeps the answer's text, and with `keeps_reply` the message.
+        """
         self.chunk_times_s: list[float] = []
         self.chunk_tokens: list[int] = []
+        self.empty_chunk_times_s: list[float] = []
         self.first_reasoning_s: float | None = None
         self.first_content_s: float | None = None
         self.last_s = 0.0
         self.status = 0
         self._texts: list[str] | None = [] if keeps_text else None
+        self._contents: list[str] | None = [] if keeps_reply else None
+        self._calls: dict[int, dict[str, Any]] = {}
         self._is_stream = False
         self._held_data = b""  # an incomplete line, or the body of an error
         self._num_counted = 0  # tokens in the server's running count
@@ -153,7 +188,7 @@ class ReceivedAnswer:
     def measured(
         self, planned: PlannedRequest, *, scheduled_s: float, sent_s: float, failure: str = ""
     ) -> MeasuredAnswer:
-        """Return the measured answer; `failure` says why the response is not whole, if so."""
+        """Return the measured answer; `failure` says why the response is incomplete, if it is."""
         failure = failure or self._fault()
         usage = self._usage or _ChunkUsage()
         details = usage.prompt_tokens_details or _PromptDetails()
@@ -187,11 +222,18 @@ class ReceivedAnswer:
             first_content_s=self.first_content_s,
             chunk_times_s=tuple(times_s),
             chunk_tokens=tuple(self.chunk_tokens) if is_counted else (),
+            empty_chunk_times_s=tuple(self.empty_chunk_times_s),
             has_usage=usage.completion_tokens is not None,
             finish_reason=self._finish_reason,
             failure=failure,
             message=self.message if failure else "",
             text="".join(self._texts or ()),
+            turn=planned.turn,
+            num_reusable=planned.num_reusable,
+            reports_cached=details.cached_tokens is not None,
+            wanted_call=planned.wants_call,
+            num_calls=len(self._calls),
+            reply=self._reply(),
         )
 
     @property
@@ -200,8 +242,15 @@ class ReceivedAnswer:
         text = self._message or error_message(self._held_data)
         return text[:_MAX_MESSAGE_CHARS]
 
+    def _reply(self) -> AssistantReply | None:
+        if self._contents is None:
+            return None
+        for number, call in self._calls.items():
+            call["id"] = call["id"] or f"call_{number}"
+        return AssistantReply("".join(self._contents), tuple(self._calls.values()))
+
     def _fault(self) -> str:
-        """Return why a response that came to its end is no answer; empty if it is one."""
+        """Return why a complete response is not a valid answer; empty if it is one."""
         if self.status != 200:
             return f"HTTP {self.status}"
         if not self._is_stream:
@@ -239,6 +288,8 @@ class ReceivedAnswer:
             self.chunk_times_s.append(at_s)
             if num_new > 0:
                 self.chunk_tokens.append(num_new)
+        else:
+            self.empty_chunk_times_s.append(at_s)
 
     def _take_text(self, choice: _ChunkChoice, at_s: float) -> bool:
         """Return whether a choice has text, reasoning or a part of a tool call."""
@@ -252,13 +303,31 @@ class ReceivedAnswer:
             self.first_reasoning_s = at_s
         if (content or has_calls) and self.first_content_s is None:
             self.first_content_s = at_s
+        if self._contents is not None:
+            self._contents.append(content or "")
+            if delta is not None and has_calls:
+                self._add_calls(delta.tool_calls)
         if self._texts is not None:
             self._texts.append((reasoning or "") + (content or ""))
         return bool(reasoning or content or has_calls)
 
+    def _add_calls(self, deltas: object) -> None:
+        """Add parts of tool calls to the calls with the same index."""
+        for delta in deltas if isinstance(deltas, list) else ():
+            if not isinstance(delta, dict):
+                continue
+            function = delta.get("function") or {}
+            call = self._calls.setdefault(
+                int(delta.get("index") or 0),
+                {"id": "", "type": "function", "function": {"name": "", "arguments": ""}},
+            )
+            call["id"] = call["id"] or delta.get("id") or ""
+            for name in ("name", "arguments"):
+                call["function"][name] += function.get(name) or ""
+
 
 def error_message(body: bytes) -> str:
-    """Return the sentence of an error in the form of OpenAI, or the beginning of another body."""
+    """Return the message of an error in OpenAI's form, or the beginning of any other body."""
     try:
         fields = msgspec.json.decode(body)
     except msgspec.MsgspecError:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from twostroke.lab.bench.answers import MeasuredAnswer
     from twostroke.lab.bench.report import BenchReport
 
+BUSY_CLIENT: Final = "busy client"
 _MAX_LATENESS_SHARE: Final = 0.1  # of the median TTFT
 _MIN_LATENESS_S: Final = 0.001  # less is never material
 _MAX_CLIENT_SHARE: Final = 0.9  # of one core; a client that uses more is the bottleneck
@@ -30,6 +31,7 @@ _DRIFT_LEVEL: Final = 0.99
 _MIN_STALL_S: Final = 1.0
 _MIN_STALL_RATIO: Final = 20.0  # to the median gap
 _BLOCK_TOKENS: Final = 32  # of a prefix cache: prompts may share a block with the template
+_MIN_REUSED_SHARE: Final = 0.8  # of the history that the server has computed
 _MAX_PROMPT_ERROR: Final = 0.05
 _MIN_OUTPUT_SHARE: Final = 0.9  # of the wanted tokens of answers
 _MAX_WRONG_SHARE: Final = 0.01  # of answers whose counts contradict themselves
@@ -38,15 +40,20 @@ _MAX_TOKENS_PER_CHUNK: Final = 1.5
 
 
 class RunFacts(Frozen):
-    """Facts about a run that its answers do not have.
+    """Facts about a run, besides its answers.
 
     Attributes:
         is_open: whether requests had a schedule.
         is_interrupted: whether the user ended the run early.
+        is_hopeless: whether the run ended early because too few requests could still meet the
+            objectives.
+        load_changes: whether the load is meant to change, as a trace's load is.
         shares_prefixes: whether prompts were meant to share prefixes.
         wants_lengths: whether answers were asked to have exact lengths.
         ignores_end: whether the endpoint takes `ignore_eos`.
         has_usage: whether the endpoint reports counts of tokens.
+        context_length: most tokens of a prompt and its answer; 0 if unknown.
+        lacks_tools: whether tool calls were wanted, and the endpoint has no tools.
         prompt_overhead: tokens of each prompt that all share, such as the chat template's.
         client_share: processor time of the client, as a share of one core.
         tokenized: tokens of some answers' texts by the endpoint's tokenizer, by request number.
@@ -54,10 +61,14 @@ class RunFacts(Frozen):
 
     is_open: bool
     is_interrupted: bool = False
+    is_hopeless: bool = False
+    load_changes: bool = False
     shares_prefixes: bool = False
     wants_lengths: bool = False
     ignores_end: bool = False
     has_usage: bool = True
+    context_length: int = 0
+    lacks_tools: bool = False
     prompt_overhead: int = 0
     client_share: float = 0.0
     tokenized: dict[int, int] = {}  # noqa: RUF012 - msgspec copies it
@@ -104,9 +115,10 @@ def audit_run(answers: Sequence[MeasuredAnswer], report: BenchReport, facts: Run
     findings = [
         *_client_findings(report, facts),
         *_load_findings(answers, report, facts),
-        *_drift_findings(answers, completed),
+        *_drift_findings(answers, completed, facts),
         *_stall_findings(completed),
         *_prompt_findings(completed, facts),
+        *_conversation_findings(completed, facts),
         *_output_findings(completed, report, facts),
     ]
     return RunAudit(tuple(sorted(findings, key=lambda finding: not finding.is_fatal)))
@@ -126,7 +138,7 @@ def _client_findings(report: BenchReport, facts: RunFacts) -> Iterator[AuditFind
         )
     if facts.client_share > _MAX_CLIENT_SHARE:
         yield AuditFinding(
-            "busy client",
+            BUSY_CLIENT,
             f"The client used {facts.client_share:.0%} of one core, which is all that it can use: "
             "the endpoint may be able to do more. Divide the load over several clients.",
             is_fatal=True,
@@ -154,6 +166,12 @@ def _load_findings(
             "The run was interrupted. Requests in progress are not counted, which leaves out long "
             "answers.",
         )
+    if facts.is_hopeless:
+        yield AuditFinding(
+            "ended early",
+            "The run ended when too few requests could still meet the objectives: its figures are "
+            "of the first requests.",
+        )
     if run.num_completed < _MIN_SAMPLES:
         yield AuditFinding(
             "few samples",
@@ -179,11 +197,15 @@ def _load_findings(
 
 
 def _drift_findings(
-    answers: Sequence[MeasuredAnswer], completed: Sequence[MeasuredAnswer]
+    answers: Sequence[MeasuredAnswer], completed: Sequence[MeasuredAnswer], facts: RunFacts
 ) -> Iterator[AuditFinding]:
-    """Compare the first with the last third of the window; latencies should be the same."""
+    """Compare the first with the last third of the window; under a steady load they are the same.
+
+    Under a load that is meant to change, such as a trace's, a drift is only a remark.
+    """
     begin_s, end_s = steady_window([answer.log for answer in answers])
     third_s = (end_s - begin_s) / 3
+    reason = "the load changes, too" if facts.load_changes else "the run is not steady"
     for name in ("ttft", "tpot"):
         thirds: tuple[list[float], ...] = ([], [], [])
         for answer in completed:
@@ -201,8 +223,8 @@ def _drift_findings(
             yield AuditFinding(
                 f"drift of {name.upper()}",
                 f"The median {name.upper()} went from {format_ms(first_s)} ms in the first third "
-                f"of the window to {format_ms(last_s)} ms in the last: the run is not steady.",
-                is_fatal=True,
+                f"of the window to {format_ms(last_s)} ms in the last: {reason}.",
+                is_fatal=not facts.load_changes,
             )
 
 
@@ -246,6 +268,34 @@ def _prompt_findings(
             )
 
 
+def _conversation_findings(
+    completed: Sequence[MeasuredAnswer], facts: RunFacts
+) -> Iterator[AuditFinding]:
+    if facts.lacks_tools:
+        yield AuditFinding(
+            "no tools",
+            "The endpoint does not answer with a tool call when one is required: calls and results "
+            "were sent as plain messages.",
+        )
+    with_call = [answer for answer in completed if answer.wanted_call]
+    num_missing = sum(not answer.num_calls for answer in with_call)
+    if num_missing:
+        yield AuditFinding(
+            "missing tool calls",
+            f"{counted_noun(num_missing, 'answer', form=',')} of {len(with_call):,} had no tool "
+            "call, although one was required.",
+        )
+    later = [answer for answer in completed if answer.num_reusable and answer.reports_cached]
+    num_reusable = sum(max(0, answer.num_reusable - _BLOCK_TOKENS) for answer in later)
+    num_cached = sum(answer.log.num_cached for answer in later)
+    if num_cached < _MIN_REUSED_SHARE * num_reusable:
+        yield AuditFinding(
+            "missed prefixes",
+            f"{num_cached / num_reusable:.0%} of the history that the turn before had computed "
+            "came from the prefix cache: it is off or full, or the template changes the history.",
+        )
+
+
 def _output_findings(
     completed: Sequence[MeasuredAnswer], report: BenchReport, facts: RunFacts
 ) -> Iterator[AuditFinding]:
@@ -255,7 +305,20 @@ def _output_findings(
             "The endpoint reports no usage: each chunk counts as one token, and prompts have one "
             "token for each word.",
         )
-    wrong = [_contradiction(answer, facts) for answer in completed]
+    full = [answer for answer in completed if _fills_context(answer, facts)]
+    if full:
+        length = max(answer.log.num_prompt + answer.log.num_output for answer in full)
+        yield AuditFinding(
+            "full context",
+            f"{counted_noun(len(full), 'answer', form=',')} ended before the wanted length, with "
+            f"prompt and answer up to a length of {length:,}: the model's context is full, or the "
+            "server has its own limit of answers. Shorten --prompt or --output.",
+        )
+    full_numbers = {answer.number for answer in full}
+    wrong = [
+        "" if answer.number in full_numbers else _contradiction(answer, facts)
+        for answer in completed
+    ]
     first_wrong = next(filter(None, wrong), "")
     if first_wrong:
         num_wrong = sum(map(bool, wrong))
@@ -268,7 +331,7 @@ def _output_findings(
         )
     num_wanted = sum(answer.max_output for answer in completed)
     num_output = sum(answer.log.num_output for answer in completed)
-    if facts.wants_lengths and num_output < _MIN_OUTPUT_SHARE * num_wanted:
+    if facts.wants_lengths and num_output < _MIN_OUTPUT_SHARE * num_wanted and not full:
         reason = "" if facts.ignores_end else ", because the endpoint does not take ignore_eos"
         yield AuditFinding(
             "short answers",
@@ -283,6 +346,20 @@ def _output_findings(
         )
 
 
+def _fills_context(answer: MeasuredAnswer, facts: RunFacts) -> bool:
+    """Whether an answer ended before its limit of tokens because the model's context was full.
+
+    If the context length is unknown, the number of chunks must agree with the server's count.
+    """
+    log = answer.log
+    is_short = log.num_output < answer.max_output and answer.finish_reason == "length"
+    if not (is_short and answer.has_usage):
+        return False
+    if facts.context_length:
+        return log.num_prompt + log.num_output >= facts.context_length - 1
+    return len(answer.chunk_times_s) == log.num_output
+
+
 def _contradiction(answer: MeasuredAnswer, facts: RunFacts) -> str:
     """Return how an answer contradicts its count of tokens; empty if it does not."""
     if not answer.has_usage:
@@ -292,10 +369,7 @@ def _contradiction(answer: MeasuredAnswer, facts: RunFacts) -> str:
     if limit and count > limit:
         return f"{reported} with a limit of {limit}"
     if limit and answer.finish_reason == "length" and count < limit:
-        return (
-            f"{reported} for an answer that ended at its limit of {limit} (or the model's context "
-            "was full: shorten --prompt or --output)"
-        )
+        return f"{reported} for an answer that ended at its limit of {limit}"
     if num_chunks > 1.05 * count + 1:
         return f"{reported} in {counted_noun(num_chunks, 'chunk')}"
     num_tokenized = facts.tokenized.get(answer.number)

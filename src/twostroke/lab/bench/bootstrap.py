@@ -23,7 +23,10 @@ class PooledValues:
     """Values of a run, such as latencies: one of each request, or several."""
 
     def __init__(self, values: Sequence[float], owners: Sequence[int] | None = None) -> None:
-        """Pool values; `owners` has the number of the request of each; by default one each."""
+        """Pool values.
+
+        `owners` has the number of each value's request; by default each has its own.
+        """
         pooled = np.asarray(values, np.float64)
         requests = np.arange(len(pooled)) if owners is None else np.asarray(owners)
         _, requests = np.unique(requests, return_inverse=True)
@@ -35,6 +38,11 @@ class PooledValues:
     def __len__(self) -> int:
         """Return the number of values."""
         return len(self.ordered)
+
+    @property
+    def num_requests(self) -> int:
+        """The number of requests that have values."""
+        return self._num_owners
 
     @property
     def mean(self) -> float:
@@ -49,7 +57,7 @@ class PooledValues:
     def resampled(self, shares: Sequence[float]) -> np.ndarray:
         """Return quantiles of resampled runs: (resamples, shares).
 
-        The requests of each are drawn with replacement, from the same seed each time.
+        Each run's requests are drawn with replacement; every call uses the same seed.
         """
         rng = np.random.default_rng(_SEED)
         count = self._num_owners
@@ -65,7 +73,7 @@ class PooledValues:
 
 
 def interval(resampled: np.ndarray, level: float) -> tuple[float, float]:
-    """Return the interval that has the middle `level` of resampled figures."""
+    """Return the interval in which the share `level` of resampled figures lies, the middle ones."""
     low, high = np.quantile(resampled, ((1 - level) / 2, (1 + level) / 2))
     return float(low), float(high)
 
@@ -73,7 +81,7 @@ def interval(resampled: np.ndarray, level: float) -> tuple[float, float]:
 def difference_interval(
     before: PooledValues, after: PooledValues, share: float, level: float
 ) -> tuple[float, float]:
-    """Return the interval of the difference of a quantile between two independent runs."""
+    """Return the confidence interval of a quantile's difference between two independent runs."""
     first, second = before.resampled((share,))[:, 0], after.resampled((share,))[:, 0]
     rng = np.random.default_rng(_SEED + 1)
     shuffled = rng.permutation(np.resize(second, len(first)))

@@ -13,8 +13,9 @@ from twostroke.lab.bench.report import TITLES, pooled_latencies
 from twostroke.lab.measure.requests import MIN_P99_SAMPLES, steady_window
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    from twostroke.lab.bench.answers import MeasuredAnswer
     from twostroke.lab.bench.bootstrap import PooledValues
     from twostroke.lab.bench.record import RunRecord
 
@@ -25,6 +26,11 @@ _PERCENTILES: Final = (50, 90, 99)
 _NUM_SLICES: Final = 30  # of the steady window, for the interval of a rate
 _NUM_RESAMPLES: Final = 1000
 _MIN_REQUESTS: Final = 10
+
+
+_MAX_LENGTH_RATIO: Final = 1.1  # of mean lengths; runs whose lengths differ by more do not compare
+_MAX_LENGTH_Z: Final = 4.0  # differences of mean lengths below these standard errors are chance
+_MAX_RATE_RATIO: Final = 1.1  # of the rates of two loads that count as the same
 
 
 class FigureChange(Frozen):
@@ -57,15 +63,92 @@ class FigureChange(Frozen):
         return "better" if (self.low > 0) is self.is_rate else "worse"
 
 
+class LoadComparison(Frozen):
+    """The figures of a load that two runs, or two sweeps, have in common.
+
+    Attributes:
+        load: the load in a few words.
+        different_loads: differences between the loads, as `different_loads` returns them.
+        changes: the figures.
+        verdicts: the audits' first lines, before and after.
+    """
+
+    load: str
+    different_loads: tuple[str, ...]
+    changes: tuple[FigureChange, ...]
+    verdicts: tuple[str, str]
+
+    @property
+    def num_changed(self) -> int:
+        """The number of figures that changed by more than chance."""
+        return sum(change.is_significant for change in self.changes)
+
+
+def compare_loads(
+    before: Sequence[RunRecord], after: Sequence[RunRecord]
+) -> tuple[LoadComparison, ...]:
+    """Return the comparison of each load that two runs or sweeps have in common.
+
+    Two single runs are compared also if their rates or numbers of clients differ.
+
+    Raises:
+        UsageError: no load is in both, or a run has fewer than 10 completed requests.
+    """
+    pairs = list(_matched_loads(before, after))
+    if len(before) == len(after) == 1:
+        pairs = [(before[0], after[0])]
+    if not pairs:
+        first, second = (
+            ", ".join(record.setup.load_name for record in records) for records in (before, after)
+        )
+        raise UsageError(f"No load is in both: {first}, and {second}.")
+    return tuple(
+        LoadComparison(
+            load=first_run.setup.load_name,
+            different_loads=tuple(different_loads(first_run, second_run)),
+            changes=tuple(compare_runs(first_run, second_run)),
+            verdicts=(first_run.setup.verdict, second_run.setup.verdict),
+        )
+        for first_run, second_run in pairs
+    )
+
+
+def check_comparable(before: Sequence[RunRecord], after: Sequence[RunRecord]) -> None:
+    """Check that differences between runs can come from the server, and not from the requests.
+
+    Raises:
+        UsageError: the models, or the lengths of prompts or answers, differ.
+    """
+    models = before[0].setup.model, after[0].setup.model
+    remedy = "Compare them anyway with --force."
+    if models[0] != models[1]:
+        raise UsageError(
+            f"The runs have different models, '{models[0]}' and '{models[1]}'. {remedy}"
+        )
+    for noun, count in (("Prompts", "num_prompt"), ("Answers", "num_output")):
+        first, second = (
+            np.array([getattr(answer.log, count) for answer in _completed(records)], np.float64)
+            for records in (before, after)
+        )
+        if min(len(first), len(second)) < _MIN_REQUESTS:
+            continue  # `compare_runs` names it
+        means = first.mean(), second.mean()
+        error = np.sqrt(first.var() / len(first) + second.var() / len(second))
+        is_far = max(means) > _MAX_LENGTH_RATIO * min(means)
+        if is_far and abs(means[1] - means[0]) > _MAX_LENGTH_Z * error:
+            raise UsageError(
+                f"{noun} have {means[0]:,.0f} and {means[1]:,.0f} tokens on average, so latencies "
+                f"do not compare. {remedy}"
+            )
+
+
 def compare_runs(before: RunRecord, after: RunRecord) -> list[FigureChange]:
     """Return the figures that both runs have, with the interval of each difference.
 
     Raises:
         UsageError: a run has fewer than 10 completed requests.
     """
-    completed = [
-        [answer for answer in record.answers if answer.is_completed] for record in (before, after)
-    ]
+    completed = [_completed([record]) for record in (before, after)]
     if min(map(len, completed)) < _MIN_REQUESTS:
         raise UsageError(f"A comparison needs {_MIN_REQUESTS} completed requests in each run.")
     first, second = map(pooled_latencies, completed)
@@ -93,6 +176,34 @@ def different_loads(before: RunRecord, after: RunRecord) -> list[str]:
             texts = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in values]
             words.append(f"{noun} {texts[0]} and {texts[1]}")
     return words
+
+
+def _matched_loads(
+    before: Sequence[RunRecord], after: Sequence[RunRecord]
+) -> Iterator[tuple[RunRecord, RunRecord]]:
+    """Yield the runs of two sweeps that have the same load, in the order of the first sweep."""
+    remaining = list(after)
+    for record in before:
+        candidates = [other for other in remaining if _have_same_load(record, other)]
+        if candidates:
+            match = min(candidates, key=lambda other: _rate_ratio(record, other))
+            remaining.remove(match)
+            yield record, match
+
+
+def _have_same_load(first: RunRecord, second: RunRecord) -> bool:
+    if first.setup.num_clients != second.setup.num_clients:
+        return False
+    return first.setup.num_clients is not None or _rate_ratio(first, second) <= _MAX_RATE_RATIO
+
+
+def _rate_ratio(first: RunRecord, second: RunRecord) -> float:
+    rates = first.setup.rate or 0.0, second.setup.rate or 0.0
+    return max(rates) / min(rates) if min(rates) else 1.0 + (rates[0] != rates[1])
+
+
+def _completed(records: Sequence[RunRecord]) -> list[MeasuredAnswer]:
+    return [answer for record in records for answer in record.answers if answer.is_completed]
 
 
 def _latency_changes(
@@ -133,10 +244,12 @@ def _sliced_rates(record: RunRecord, *, counts_tokens: bool) -> np.ndarray:
     times_s: list[float] = []
     counts: list[float] = []
     for answer in record.answers:
+        if not answer.is_completed:
+            continue
         if counts_tokens:
             times_s += answer.chunk_times_s
             counts += answer.tokens_by_chunk
-        elif answer.is_completed:
+        else:
             times_s.append(answer.log.timings.last_token_s)
             counts.append(1.0)
     sums, _ = np.histogram(times_s, _NUM_SLICES, (begin_s, end_s), weights=counts)

@@ -13,11 +13,14 @@ import socket
 import ssl
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
+from twostroke.core.errors import UsageError
+from twostroke.core.frozen import Frozen
 from twostroke.fleet.router.response import ReplicaError, ResponseReader
 from twostroke.fleet.router.upstream import request_head
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from twostroke.fleet.router.response import Head
     from twostroke.fleet.router.upstream import Address
@@ -69,6 +72,33 @@ class WholeBody:
         self.body += data
 
 
+class TlsTrust(Frozen):
+    """Which certificates of an endpoint are accepted.
+
+    Attributes:
+        ca_file: a file with certificates of authorities, in place of the system's.
+        is_insecure: whether any certificate is accepted.
+    """
+
+    ca_file: Path | None = None
+    is_insecure: bool = False
+
+    def context(self) -> ssl.SSLContext:
+        """Return the TLS context; raise UsageError if the file cannot be used."""
+        try:
+            context = ssl.create_default_context(cafile=self.ca_file)
+        except ssl.SSLError:
+            reason = "has no certificate in PEM form: '{value}'."
+            raise UsageError(reason, field="ca_file", value=self.ca_file) from None
+        except OSError as error:
+            reason = f"cannot be read: {error.strerror}."
+            raise UsageError(reason, field="ca_file") from None
+        if self.is_insecure:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        return context
+
+
 class EndpointClient:
     """Sends requests to one endpoint, over as many connections as there are requests in progress.
 
@@ -76,20 +106,30 @@ class EndpointClient:
     """
 
     def __init__(
-        self, address: Address, key: str | None, *, now_s: Callable[[], float], timeout_s: float
+        self,
+        address: Address,
+        key: str | None,
+        *,
+        now_s: Callable[[], float],
+        timeout_s: float,
+        trust: TlsTrust = TlsTrust(),  # noqa: B008 - it is frozen
     ) -> None:
         """Create a client without connections.
 
         Args:
             address: where the endpoint is.
             key: the API key; None if the endpoint needs none.
-            now_s: the clock of the stamps.
+            now_s: returns the time, for the stamps of received bytes.
             timeout_s: the longest time of a request; later it fails.
+            trust: which certificates of the endpoint are accepted.
+
+        Raises:
+            UsageError: the file of certificates cannot be used.
         """
         self.address = address
         self.now_s = now_s
         self._timeout_s = timeout_s
-        self._tls = ssl.create_default_context() if address.is_tls else None
+        self._tls = trust.context() if address.is_tls else None
         self._headers = [(b"content-type", b"application/json"), (b"accept", b"*/*")]
         if key is not None:
             self._headers.append((b"authorization", b"Bearer " + key.encode()))
@@ -101,7 +141,7 @@ class EndpointClient:
 
         Raises:
             ExchangeError: the endpoint cannot be reached, takes longer than the timeout, or its
-                response is cut off or no HTTP.
+                response is cut off or is not HTTP.
         """
         await self._exchange("POST", path, body, receiver)
 
@@ -171,6 +211,9 @@ class EndpointClient:
                 _, connection = await opening
         except TimeoutError:
             raise ExchangeError("no connection", "it does not accept a connection") from None
+        except ssl.SSLCertVerificationError as error:
+            detail = f"its certificate is not trusted ({error.verify_message})"
+            raise ExchangeError("TLS error", detail) from None
         except ssl.SSLError as error:
             raise ExchangeError("TLS error", error.reason or str(error)) from None
         except OSError as error:

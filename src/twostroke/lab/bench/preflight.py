@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
@@ -12,16 +13,17 @@ from msgspec.structs import replace
 from twostroke.core.errors import TwostrokeError, UsageError, first_names, nearest
 from twostroke.core.frozen import Frozen
 from twostroke.lab.bench.answers import EMPTY, ReceivedAnswer
-from twostroke.lab.bench.endpoint import ExchangeError
+from twostroke.lab.bench.conversations import TOOLS
+from twostroke.lab.bench.endpoint import ExchangeError, WholeBody
 from twostroke.lab.bench.prompts import WORDS, PromptSizes
-from twostroke.lab.bench.request_form import FORMS
-from twostroke.lab.bench.requests_to_send import PlannedRequest
+from twostroke.lab.bench.request_form import FORMS, PlannedRequest
 
 if TYPE_CHECKING:
     from twostroke.lab.bench.answers import MeasuredAnswer
     from twostroke.lab.bench.endpoint import EndpointClient
     from twostroke.lab.bench.request_form import RequestForm
 
+_CALL_TOKENS: Final = 128
 _SHORT_PROMPT: Final = 16  # words
 _MIN_TOKENS_PER_WORD: Final = 0.5
 _MAX_TOKENS_PER_WORD: Final = 8.0  # a token for each byte of a word and its space
@@ -42,15 +44,21 @@ class EndpointFacts(Frozen):
         sizes: how the endpoint counts the tokens of prompts.
         has_usage: whether it reports counts of tokens.
         has_tokenizer: whether it has `/tokenize`.
+        has_tools: whether it makes a required tool call; False if it was not asked.
+        context_length: most tokens of a prompt and its answer; 0 if the endpoint does not say.
     """
 
     form: RequestForm
     sizes: PromptSizes
     has_usage: bool
     has_tokenizer: bool
+    has_tools: bool = False
+    context_length: int = 0
 
 
-async def ask_endpoint(client: EndpointClient, template: RequestForm) -> EndpointFacts:
+async def ask_endpoint(
+    client: EndpointClient, template: RequestForm, *, asks_tools: bool = False
+) -> EndpointFacts:
     """Return the facts about an endpoint that a run in the form of `template` needs.
 
     The API, the model and the further fields of `template` stay. If it has no model, the only
@@ -74,16 +82,36 @@ async def ask_endpoint(client: EndpointClient, template: RequestForm) -> Endpoin
         counts = [one_answer.log.num_prompt for one_answer in answers]
         if answers[0].has_usage and answers[1].has_usage:
             sizes = _prompt_sizes(lengths, counts)
-    has_tokenizer = await count_tokens(client, model, "some words") is not None
+    tokenized = await _tokenize(client, model, "some words")
     return EndpointFacts(
-        form=form, sizes=sizes, has_usage=answer.has_usage, has_tokenizer=has_tokenizer
+        form=form,
+        sizes=sizes,
+        has_usage=answer.has_usage,
+        has_tokenizer=tokenized is not None,
+        has_tools=asks_tools and await _has_tools(client, form),
+        context_length=await _context_length(client, tokenized),
     )
 
 
-def _prompt_sizes(lengths: list[int], counts: list[int]) -> PromptSizes:
-    """Return the sizes that follow from the counts of two prompts, with lengths in words.
+async def _has_tools(client: EndpointClient, form: RequestForm) -> bool:
+    """Whether the endpoint makes a tool call that is required."""
+    if form.api != "chat":
+        return False
+    fields = {
+        **form.extra_fields,
+        "tools": TOOLS,
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+    }
+    form = replace(form, extra_fields=fields, ignores_end=False)
+    answer = await _send(client, form, "Look up the weather.", max_output=_CALL_TOKENS)
+    return answer.is_completed and answer.num_calls > 0
 
-    Counts that no tokenizer has are ignored; the audit then names the lengths of the prompts.
+
+def _prompt_sizes(lengths: list[int], counts: list[int]) -> PromptSizes:
+    """Return the tokens per word and per prompt, from the token counts of prompts of known lengths.
+
+    Impossible counts are ignored; the audit then reports prompts of other lengths than wanted.
     """
     per_word = (counts[1] - counts[0]) / (lengths[1] - lengths[0])
     if not _MIN_TOKENS_PER_WORD <= per_word <= _MAX_TOKENS_PER_WORD:
@@ -93,7 +121,19 @@ def _prompt_sizes(lengths: list[int], counts: list[int]) -> PromptSizes:
 
 
 async def count_tokens(client: EndpointClient, model: str, text: str) -> int | None:
-    """Return the number of tokens of a text by the endpoint's `/tokenize`; None if it has none.
+    """Return the number of tokens of a text by the endpoint's `/tokenize`; None if it has none."""
+    reply = await _tokenize(client, model, text)
+    return None if reply is None else len(reply["tokens"])
+
+
+async def send_short_prompt(client: EndpointClient, form: RequestForm) -> None:
+    """Send a short prompt, and return when its answer has come; a failure is ignored."""
+    with contextlib.suppress(EndpointRefusedError):
+        await _send(client, form, "Say hello.")
+
+
+async def _tokenize(client: EndpointClient, model: str, text: str) -> dict[str, Any] | None:
+    """Return the reply of the endpoint's `/tokenize`, which has `tokens`; None if it has none.
 
     The fields are for vLLM and Twostroke (`prompt`), and for llama-server (`content`).
     """
@@ -101,8 +141,6 @@ async def count_tokens(client: EndpointClient, model: str, text: str) -> int | N
         {"model": model, "prompt": text, "add_special_tokens": False},
         {"content": text},
     ]
-    from twostroke.lab.bench.endpoint import WholeBody
-
     for fields in bodies:
         receiver = WholeBody()
         try:
@@ -112,8 +150,24 @@ async def count_tokens(client: EndpointClient, model: str, text: str) -> int | N
             continue
         tokens = reply.get("tokens") if isinstance(reply, dict) else None
         if receiver.status == 200 and isinstance(tokens, list) and tokens:
-            return len(tokens)
+            return dict(reply)
     return None
+
+
+async def _context_length(client: EndpointClient, tokenized: dict[str, Any] | None) -> int:
+    """Return the most tokens of a prompt and its answer; 0 if the endpoint does not say.
+
+    vLLM and Twostroke say it in the reply of `/tokenize`, and llama-server in `/props`.
+    """
+    length = (tokenized or {}).get("max_model_len")
+    if length is None:
+        try:
+            reply = await client.get("/props")
+            body = msgspec.json.decode(reply.body)
+            length = body["default_generation_settings"]["n_ctx"]
+        except (ExchangeError, msgspec.MsgspecError, KeyError, TypeError):
+            return 0
+    return length if isinstance(length, int) else 0
 
 
 async def _only_model(client: EndpointClient) -> str:
@@ -181,9 +235,11 @@ async def _missing(client: EndpointClient, form: RequestForm, answer: MeasuredAn
     return f"{url} has no {form.path}, or not the model '{form.model}'. It says: {message}"
 
 
-async def _send(client: EndpointClient, form: RequestForm, text: str) -> MeasuredAnswer:
-    planned = PlannedRequest(0, form.body(text, 1), num_output=1)
-    stream = ReceivedAnswer(keeps_text=False)
+async def _send(
+    client: EndpointClient, form: RequestForm, text: str, *, max_output: int = 1
+) -> MeasuredAnswer:
+    planned = PlannedRequest(0, form.body(text, max_output), num_output=max_output)
+    stream = ReceivedAnswer(keeps_text=False, keeps_reply=True)
     now_s = client.now_s()
     try:
         await client.post(form.path, planned.body, stream)
@@ -195,6 +251,8 @@ async def _send(client: EndpointClient, form: RequestForm, text: str) -> Measure
 
 def _not_there(client: EndpointClient, error: ExchangeError) -> EndpointRefusedError:
     detail = error.detail.rstrip(".") or error.kind
+    if error.kind == "TLS error":
+        detail += ": give its authority by --ca-file, or accept any certificate by --insecure"
     return EndpointRefusedError(f"{client.address.url} cannot be reached: {detail}.")
 
 

@@ -59,7 +59,7 @@ class PromptWriter:
         self._offset = rng.randrange(_MAX_OFFSET)
 
     def write(self, arrival: RequestArrival, number: int) -> str:
-        """Return the text of a request's prompt, which shares the prefixes that it should share."""
+        """Return the text of a request's prompt, which begins with its shared prefixes."""
         sizes = self._sizes
         in_words = replace(
             arrival,

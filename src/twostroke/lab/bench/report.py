@@ -33,7 +33,7 @@ INTERVAL_LEVEL: Final = 0.95  # of the intervals
 TITLES: Final = {
     "ttft": "TTFT",
     "server_ttft": "TTFT from sent",
-    "content_ttft": "TTFT of content",
+    "content_ttft": "Time to publish",
     "tpot": "TPOT",
     "itl": "ITL",
     "itl_per_token": "ITL per token",
@@ -77,8 +77,8 @@ def make_bench_report(answers: Sequence[MeasuredAnswer], objectives: Objectives)
 def pooled_latencies(completed: Sequence[MeasuredAnswer]) -> dict[str, PooledValues]:
     """Return the latencies of completed requests in seconds, by the names of `TITLES`.
 
-    A latency that no request has is left out. The TTFT of content is there if some answers begin
-    with reasoning.
+    A latency that no request has is left out. If some answers begin with reasoning, `content_ttft`
+    is the time to the first token after it.
     """
     columns: dict[str, tuple[list[float], list[int]]] = {name: ([], []) for name in TITLES}
     has_reasoning = any(answer.first_reasoning_s is not None for answer in completed)
@@ -115,6 +115,8 @@ def _cell(percentile: Percentile | None) -> str:
     if percentile is None:
         return "–"
     value, low, high = map(format_ms, (percentile.value, percentile.low, percentile.high))
+    if percentile.low == percentile.high:  # such as of a single request
+        return value
     return f"{value} [{low}, {high}]"
 
 
@@ -139,7 +141,9 @@ def _statistics(values: PooledValues) -> LatencyStatistics:
     resampled = values.resampled(shares)
     percentiles = {}
     for index, (number, value) in enumerate(zip(numbers, values.quantiles(shares), strict=True)):
-        low, high = interval(resampled[:, index], INTERVAL_LEVEL)
+        low, high = float(value), float(value)  # one request cannot be drawn in other ways
+        if values.num_requests > 1:
+            low, high = interval(resampled[:, index], INTERVAL_LEVEL)
         percentiles[f"p{number}"] = Percentile(
             value=float(value), low=min(low, float(value)), high=max(high, float(value))
         )
@@ -147,11 +151,15 @@ def _statistics(values: PooledValues) -> LatencyStatistics:
 
 
 def _output_per_s(answers: Sequence[MeasuredAnswer]) -> float:
-    """Return the output tokens per second in the steady window, by the time stamps of chunks."""
+    """Return the output tokens per second in the steady window, by the time stamps of chunks.
+
+    Only completed answers count, as in the number of requests in progress.
+    """
     begin_s, end_s = steady_window([answer.log for answer in answers])
     num_tokens = sum(
         count
         for answer in answers
+        if answer.is_completed
         for at_s, count in zip(answer.chunk_times_s, answer.tokens_by_chunk, strict=True)
         if begin_s < at_s <= end_s
     )

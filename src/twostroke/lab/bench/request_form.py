@@ -1,4 +1,4 @@
-"""How requests to an endpoint are written: the API, and the fields that the endpoint accepts."""
+"""How requests to an endpoint are written, and requests that are ready to be sent."""
 
 from __future__ import annotations
 
@@ -73,6 +73,30 @@ class RequestForm(Frozen):
         if self.is_greedy:
             fields["temperature"] = 0
         return _encode(fields | self.extra_fields)
+
+
+class PlannedRequest(Frozen):
+    """A request that is ready to be sent.
+
+    Attributes:
+        number: its number in the load, from 0 on.
+        body: its JSON.
+        num_prompt: tokens that its prompt should have; 0 if unknown.
+        num_output: the limit of the answer's tokens; 0 for none.
+        turn: the turn of a conversation, from 1 on; 0 outside conversations.
+        wants_call: whether the answer must be a tool call.
+        num_reusable: tokens of the prompt that the conversation's last request computed.
+        pause_s: time from the answer before to this request.
+    """
+
+    number: int
+    body: bytes
+    num_prompt: int = 0
+    num_output: int = 0
+    turn: int = 0
+    wants_call: bool = False
+    num_reusable: int = 0
+    pause_s: float = 0.0
 
 
 # Forms to try, from the most to the least that a measurement wants; vendors refuse unknown fields.

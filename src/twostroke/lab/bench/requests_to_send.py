@@ -9,33 +9,19 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from twostroke.core.errors import UsageError
 from twostroke.core.files import open_regular_file
 from twostroke.core.frozen import Frozen
+from twostroke.lab.bench.request_form import PlannedRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from twostroke.lab.bench.answers import MeasuredAnswer
     from twostroke.lab.bench.prompts import PromptWriter
     from twostroke.lab.bench.request_form import PromptContent, RequestForm
     from twostroke.lab.simulator.load import Workload
 
 _MAX_PROMPTS: Final = 1_000_000
 _MAX_ANSWER_TOKENS: Final = 1 << 20
-
-
-class PlannedRequest(Frozen):
-    """A request that is ready to be sent.
-
-    Attributes:
-        number: its number in the load, from 0 on.
-        body: its JSON.
-        num_prompt: tokens that its prompt should have; 0 if unknown.
-        num_output: the limit of the answer's tokens; 0 for none.
-    """
-
-    number: int
-    body: bytes
-    num_prompt: int = 0
-    num_output: int = 0
 
 
 class RequestSource(Protocol):
@@ -51,8 +37,19 @@ class RequestSource(Protocol):
     def request(self, number: int) -> PlannedRequest:
         """Return a request that is ready to be sent."""
 
+    def following(self, planned: PlannedRequest, answer: MeasuredAnswer) -> PlannedRequest | None:
+        """Return the request that follows an answer in its conversation; None at its end."""
 
-class WorkloadSource:
+
+class SingleRequestSource:
+    """A source whose requests do not depend on each other's answers."""
+
+    def following(self, planned: PlannedRequest, answer: MeasuredAnswer) -> None:
+        """Return None: no request follows another."""
+        del planned, answer
+
+
+class WorkloadSource(SingleRequestSource):
     """Requests of a synthetic load or a trace, with texts of the wanted lengths."""
 
     def __init__(self, workload: Workload, writer: PromptWriter, form: RequestForm) -> None:
@@ -85,7 +82,7 @@ class DatasetPrompt(Frozen):
     max_output: int = 0
 
 
-class DatasetSource:
+class DatasetSource(SingleRequestSource):
     """Requests with the prompts of a file."""
 
     def __init__(
@@ -146,7 +143,7 @@ def read_dataset(path: Path, count: int | None) -> tuple[DatasetPrompt, ...]:
     if count is not None and len(prompts) < count:
         reason = "must be at most {limit}, the number of prompts in {path}, got {value}."
         facts = {"limit": len(prompts), "path": path.name, "value": count}
-        raise UsageError(reason, field="requests", **facts)
+        raise UsageError(reason, field="num_requests", **facts)
     return tuple(prompts)
 
 

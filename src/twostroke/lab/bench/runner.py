@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
     from twostroke.lab.bench.answers import MeasuredAnswer
     from twostroke.lab.bench.endpoint import EndpointClient
-    from twostroke.lab.bench.request_form import RequestForm
-    from twostroke.lab.bench.requests_to_send import PlannedRequest, RequestSource
+    from twostroke.lab.bench.request_form import PlannedRequest, RequestForm
+    from twostroke.lab.bench.requests_to_send import RequestSource
 
     # Sends a request that was due at a time of the run's clock, and returns its answer.
     Send = Callable[[PlannedRequest, float], Awaitable[MeasuredAnswer]]
 
 _LEAD_S: Final = 0.05  # before the first request of an open loop
 _PAUSE_AFTER_FAILURE_S: Final = 0.1  # of a client of a closed loop
-_KEPT_TEXTS: Final = 20  # answers whose text is kept
+_KEPT_TEXTS: Final = 20  # answers whose text is kept, if not all are
 
 
 class RunClock:
@@ -54,14 +54,21 @@ class RunClock:
 class AnswerSender:
     """Sends requests to an endpoint, and returns their measured answers."""
 
-    def __init__(self, client: EndpointClient, form: RequestForm) -> None:
-        """Send requests of a form over the connections of a client."""
+    def __init__(
+        self, client: EndpointClient, form: RequestForm, *, keeps_texts: bool = False
+    ) -> None:
+        """Send requests of a form over a client's connections.
+
+        Without `keeps_texts`, only some answers keep their text.
+        """
         self._client = client
+        self._keeps_texts = keeps_texts
         self._path = form.path
 
     async def send(self, planned: PlannedRequest, scheduled_s: float) -> MeasuredAnswer:
         """Send a request that was due at `scheduled_s`; a failure becomes part of the answer."""
-        stream = ReceivedAnswer(keeps_text=planned.number < _KEPT_TEXTS)
+        keeps_text = self._keeps_texts or planned.number < _KEPT_TEXTS
+        stream = ReceivedAnswer(keeps_text=keeps_text, keeps_reply=planned.turn > 0)
         sent_s = self._client.now_s()
         failure = ""
         try:
@@ -72,7 +79,7 @@ class AnswerSender:
 
 
 class RunLimits(Frozen):
-    """When a run ends, besides the end of its requests; and how many clients it has.
+    """The limits of a run: its duration, and the number of its clients.
 
     Attributes:
         num_clients: clients of a closed loop; None for an open loop.
@@ -90,6 +97,7 @@ class LoadRunner:
         answers: the measured answers so far, in the order in which they ended.
         num_sent: requests sent so far.
         is_stopped: whether `stop` ended the run early.
+        is_hopeless: whether it did so because the objectives could no longer be met.
     """
 
     def __init__(
@@ -102,11 +110,13 @@ class LoadRunner:
         self._limits = limits
         self._next_number = 0
         self._tasks: set[asyncio.Task[MeasuredAnswer]] = set()
+        self._conversations: set[asyncio.Task[None]] = set()
         self._main: asyncio.Task[None] | None = None
         self._error: BaseException | None = None
         self.answers: list[MeasuredAnswer] = []
         self.num_sent = 0
         self.is_stopped = False
+        self.is_hopeless = False
 
     async def run(self) -> None:
         """Run the load until all answers have come, or `stop` is called."""
@@ -120,12 +130,13 @@ class LoadRunner:
             if not self.is_stopped:
                 raise
         finally:
-            for task in self._tasks:
+            for task in (*self._tasks, *self._conversations):
                 task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.gather(*self._tasks, *self._conversations, return_exceptions=True)
 
-    def stop(self) -> None:
+    def stop(self, *, is_hopeless: bool = False) -> None:
         """End the run now; requests in progress are given up, and their answers not counted."""
+        self.is_hopeless = is_hopeless and not self.is_stopped
         self.is_stopped = True
         if self._main is not None:
             self._main.cancel()
@@ -140,12 +151,27 @@ class LoadRunner:
                 break
             # A wait of 0 lets the event loop send the last request if the client is late.
             await asyncio.sleep(max(0.0, due_s - self._clock.now_s()))
-            self._start(planned, due_s)
+            task = self._start(planned, due_s)
+            if planned.turn:
+                conversation = asyncio.create_task(self._continue(planned, task))
+                self._conversations.add(conversation)
+                conversation.add_done_callback(self._conversations.discard)
             if number + 1 < count:
                 await asyncio.sleep(0)  # the request is sent before the next is written
                 planned = self._source.request(number + 1)
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        while self._tasks or self._conversations:
+            await asyncio.wait({*self._tasks, *self._conversations})
+
+    async def _continue(self, planned: PlannedRequest, task: asyncio.Task[MeasuredAnswer]) -> None:
+        """Send the further requests of a conversation, each some time after the last answer."""
+        following = self._source.following(planned, await task)
+        while following is not None:
+            due_s = task.result().ended_s + following.pause_s
+            if due_s > self._end_s:
+                return
+            await asyncio.sleep(max(0.0, due_s - self._clock.now_s()))
+            task = self._start(following, due_s)
+            following = self._source.following(following, await task)
 
     async def _run_closed(self) -> None:
         num_clients = min(self._limits.num_clients or 1, self._source.count)
@@ -161,14 +187,19 @@ class LoadRunner:
         free_s = self._clock.now_s()
         while planned is not None and free_s <= self._end_s:
             task = self._start(planned, free_s)
-            await asyncio.sleep(0)  # the request is sent before the next is written
-            planned = self._take()
-            answer = await task
-            if answer.is_completed:
-                free_s = answer.ended_s
+            if planned.turn:  # the next request depends on the answer
+                following = self._source.following(planned, await task)
+                planned = following or self._take()
             else:
+                await asyncio.sleep(0)  # the request is sent before the next is written
+                planned = self._take()
+            answer = await task
+            if not answer.is_completed:
                 await asyncio.sleep(_PAUSE_AFTER_FAILURE_S)
                 free_s = self._clock.now_s()
+            elif planned is not None:
+                free_s = answer.ended_s + planned.pause_s
+                await asyncio.sleep(max(0.0, free_s - self._clock.now_s()))
 
     @property
     def _end_s(self) -> float:

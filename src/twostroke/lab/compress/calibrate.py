@@ -5,15 +5,12 @@ from __future__ import annotations
 from pydoc_data import topics
 from typing import TYPE_CHECKING, Final
 
-from msgspec.structs import replace
-
 from twostroke.core.errors import UsageError
 from twostroke.core.message_text import counted_noun
 from twostroke.core.options import BatchOptions, CacheOptions, EngineOptions, SpeculationOptions
-from twostroke.core.sampling import OPENAI_DEFAULTS
 from twostroke.engine.engine import build
 from twostroke.lab.measure.compare import held_out_text, pieces_of
-from twostroke.lab.train.answers import encode_prompt
+from twostroke.lab.train.answers import answer_params, encode_prompt
 from twostroke.lab.train.prompts import prompts
 
 if TYPE_CHECKING:
@@ -73,12 +70,8 @@ def generated_pieces(source: LoadedModel, num_tokens: int) -> list[list[int]]:
         for number, prompt in enumerate(prompts(0, chat=card.can_chat)):
             if num_expected >= num_left:
                 break
-            params = replace(
-                OPENAI_DEFAULTS,  # samples the whole distribution
-                max_tokens=_ANSWER_TOKENS,
-                temperature=_TEMPERATURES[number % len(_TEMPERATURES)],
-                seed=number,
-                ignore_eos=not prompt.is_chat,
+            params = answer_params(
+                prompt, number, max_tokens=_ANSWER_TOKENS, temperatures=_TEMPERATURES
             )
             tokens = encode_prompt(card, prompt)[-card.context_length // 2 :]
             num_expected += len(tokens) + _ANSWER_TOKENS

@@ -1,10 +1,14 @@
-"""Plots by matplotlib (extra `plots`) as SVG or PNG, and the roofline of a machine."""
+"""Plots by matplotlib (extra `plots`) as SVG or PNG, in HTML reports, and the roofline."""
 
 from __future__ import annotations
 
 import re
+from importlib import resources
 from io import StringIO
 from typing import TYPE_CHECKING, Any, Final
+
+from jinja2 import Environment
+from markupsafe import Markup
 
 from twostroke.core.env import install_command
 from twostroke.core.errors import UsageError
@@ -13,12 +17,32 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from twostroke.lab.measure.profile import StepProfile
 
     Point = tuple[str, float, float, float]
 
+# Colours of plots. Blue, vermilion and green can be distinguished with any colour vision (Okabe
+# and Ito, 2008).
+BLUE: Final = "#0072b2"
+VERMILION: Final = "#d55e00"
+GREEN: Final = "#009e73"
+INK: Final = "#1a1c1f"
+SOFT: Final = "#555b63"
+GRID: Final = "#dfdfdb"
+LABEL_POINTS: Final = 8.5  # font size
+# The style sheet's variables for these colours, in light and dark mode.
+_HTML_COLOURS: Final = {
+    INK: "var(--ink)",
+    SOFT: "var(--soft)",
+    GRID: "var(--line)",
+    BLUE: "var(--prefill)",
+    VERMILION: "var(--decode)",
+    GREEN: "var(--cache)",
+    "#ffffff": "var(--ground)",
+}
 # Text is not converted to outlines, and ids are the same in every run.
 _SVG_SETTINGS: Final[dict[Any, Any]] = {"svg.fonttype": "none", "svg.hashsalt": "twostroke"}
 _MAX_LABEL_ROWS: Final = 44  # labels that fit in a column
@@ -59,6 +83,49 @@ def svg_element(figure: Figure, name: str) -> str:
         text = file.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     return re.sub(r'(\bid="|="#|url\(#)', rf"\1{name}-", text)
+
+
+def render_html(package: str, template: str, **values: Any) -> str:
+    """Return the text of an HTML report from a template, which is a file of a package.
+
+    Besides `values`, the template has `style`, the style sheet of all reports.
+    """
+    style = resources.files("twostroke.lab.measure").joinpath("html_reports.css").read_text("utf-8")
+    text = resources.files(package).joinpath(template).read_text("utf-8")
+    report = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(text)
+    return report.render(style=Markup(style), **values)  # noqa: S704 - a file of this package
+
+
+def html_figure(figure: Figure, name: str) -> Markup:
+    """Return a plot as an SVG element for an HTML report, in its colours; `name` begins its ids."""
+    svg = svg_element(figure, name)
+    for colour, variable in _HTML_COLOURS.items():
+        svg = svg.replace(colour, variable)
+    return Markup(svg)  # noqa: S704 - matplotlib escapes texts
+
+
+def style_axes(axes: Axes) -> None:
+    """Give a plot the style of all plots: a thin grid, two sides of the frame, a legend below."""
+    from matplotlib.ticker import LogLocator
+
+    for axis in (axes.xaxis, axes.yaxis):
+        if axis.get_scale() != "log":
+            continue
+        low, high = sorted(axis.get_view_interval())
+        steps = (1.0,) if high > 200 * low else (1.0, 2.0, 5.0)
+        axis.set_major_locator(LogLocator(subs=steps, numticks=12))
+        axis.set_minor_formatter("")
+    axes.grid(color=GRID, linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(SOFT)
+    axes.tick_params(which="both", colors=SOFT, labelsize=LABEL_POINTS)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.label.set_color(INK)
+    axes.legend(
+        loc="upper center", bbox_to_anchor=(0.5, -0.12), fontsize=LABEL_POINTS, frameon=False,
+        labelcolor=INK, markerscale=0.7,
+    )  # fmt: skip
 
 
 def roofline(title: str, profiles: Sequence[StepProfile]) -> Figure:

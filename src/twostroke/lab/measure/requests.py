@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from twostroke.core.errors import UsageError, nearest
-from twostroke.core.frozen import Frozen, check_range
+from twostroke.core.frozen import Frozen, check_choice, check_range
 from twostroke.engine.output import Timings  # noqa: TC001 - msgspec reads it
 from twostroke.lab.measure.report_text import format_ms
 
@@ -105,12 +104,8 @@ class Objectives(Frozen):
 
 def named_objectives(name: str) -> Objectives:
     """Return published latency objectives; raise UsageError if the name is unknown."""
-    limits_ms = _PUBLISHED_LIMITS_MS.get(name)
-    if limits_ms is None:
-        hint = nearest(name, OBJECTIVE_NAMES)
-        reason = f"must be one of {', '.join(OBJECTIVE_NAMES)}, got '{{value}}'.{hint}"
-        raise UsageError(reason, field="slo", value=name)
-    ttft_ms, tpot_ms = limits_ms
+    check_choice("slo", name, OBJECTIVE_NAMES)
+    ttft_ms, tpot_ms = _PUBLISHED_LIMITS_MS[name]
     return Objectives(ttft_ms / 1e3, tpot_ms / 1e3)
 
 
@@ -245,7 +240,9 @@ def describe_rates(report: RunReport, *, is_open: bool = True) -> str:
     rate = f"{report.requests_per_s:.3g} requests/s"
     if report.offered_per_s and is_open:  # not all at once
         rate += f" of {report.offered_per_s:.3g} that arrive"
-    if not report.requests_per_s:
+    if report.requests_per_s:
+        rate += f" ({60 * report.requests_per_s:,.3g} per minute)"
+    else:
         completed, duration_s = report.num_completed, report.duration_s
         arrivals = f" ({report.offered_per_s:.3g} per second)" if is_open else ""
         rate = (

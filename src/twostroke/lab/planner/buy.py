@@ -31,6 +31,7 @@ HOUR_WEIGHTS: Final = {  # relative number of requests in each hour of a day
 _SWING_SHARE: Final = 0.2  # each input is varied by this share
 _MAX_REQUESTS_PER_DAY: Final = 1e9
 _MAX_MONTHS: Final = 120
+_HOURS_PER_YEAR: Final = 24 * 365.25
 
 
 class Traffic(Frozen):
@@ -72,6 +73,12 @@ class Hosting(Frozen):
         engineering_usd: cost of engineering per month.
         setup_usd: one-time cost.
         availability: share of the time that one replica runs.
+        purchase_usd: price of a device that is bought; None for a device that is rented.
+        lifetime_years: years over which the purchase is written off.
+        watts: power of a running device with its share of the server; None for the device's TDP.
+        usd_per_kwh: price of power; 0 if the rent includes it.
+        pue: power of the whole data centre over the power of its servers (with cooling).
+        grams_per_kwh: carbon dioxide for each kWh; None if unknown.
     """
 
     utilization: float = 0.6
@@ -80,30 +87,50 @@ class Hosting(Frozen):
     engineering_usd: float = 0.0
     setup_usd: float = 0.0
     availability: float = 0.99
+    purchase_usd: float | None = None
+    lifetime_years: float = 4.0
+    watts: float | None = None
+    usd_per_kwh: float = 0.0
+    pue: float = 1.0
+    grams_per_kwh: float | None = None
 
     def __post_init__(self) -> None:
         """Raise UsageError, with the field, if a number about hosting is out of range."""
+        check_range(self, "purchase_usd", "watts", high=1e9)
+        check_range(self, "lifetime_years", low=0.1, high=50)
+        check_range(self, "usd_per_kwh", low=0, high=1000)
+        check_range(self, "pue", low=1, high=10)
+        check_range(self, "grams_per_kwh", low=0, high=1e5)
         check_range(self, "utilization", "availability", high=1)
         check_range(self, "spare", low=0, high=1000)
         check_range(self, "engineering_usd", "setup_usd", low=0, high=1e9)
+
+    @property
+    def counts_energy(self) -> bool:
+        """Whether the price or the carbon dioxide of power is known."""
+        return self.usd_per_kwh > 0 or self.grams_per_kwh is not None
 
 
 class Costs(Frozen):
     """The monthly costs of hosting a model, in $, and the replicas that they pay for.
 
     `replicas` is the number of replicas in each hour, with spare replicas. `busy_share` is the
-    share of the replicas' time in which they have work.
+    share of the replicas' time in which they have work. `energy_kwh` is None if power is not
+    counted; `carbon_kg` is the carbon dioxide of this energy, None if unknown.
     """
 
     devices_usd: float
     engineering_usd: float
     replicas: tuple[int, ...]
     busy_share: float
+    energy_usd: float = 0.0
+    energy_kwh: float | None = None
+    carbon_kg: float | None = None
 
     @property
     def usd(self) -> float:
         """The total cost of hosting per month, in $."""
-        return self.devices_usd + self.engineering_usd
+        return self.devices_usd + self.engineering_usd + self.energy_usd
 
 
 class CostComparison(Frozen):
@@ -227,10 +254,13 @@ def _hosted_replica(case: CostInputs) -> PlannedReplica:
             context is too short for the requests.
     """
     device, question = case.device, case.question
-    usd = question.price_of(device)
+    usd = _device_usd_per_hour(case)
     if usd is None:
         reason = "is needed: no price of {value} is known."
         raise UsageError(reason, field="usd_per_hour", value=device.name)
+    if case.hosting.counts_energy and case.hosting.watts is None and device.tdp_w is None:
+        reason = "is needed: the power of {value} is not known."
+        raise UsageError(reason, field="watts", value=device.name)
     if device.memory_bytes is None:
         raise UsageError(f"The memory of {device.name} is not known: use a .toml file.")
     group = DeviceGroup(
@@ -279,14 +309,30 @@ def _hosting_costs(case: CostInputs, replica: PlannedReplica) -> Costs:
             for hour, count in enumerate(needed)
         ]
     running = tuple(count + hosting.spare for count in needed)
-    usd = case.question.price_of(case.device) or 0.0
+    usd = _device_usd_per_hour(case) or 0.0
+    energy_kwh = None
+    if hosting.counts_energy:
+        watts = (hosting.watts or case.device.tdp_w or 0.0) * case.question.count
+        energy_kwh = sum(running) * watts / 1000 * hosting.pue * DAYS_PER_MONTH
+    grams = hosting.grams_per_kwh
     daily_capacity = hourly_capacity / hosting.utilization * sum(running)
     return Costs(
         devices_usd=sum(running) * case.question.count * usd * DAYS_PER_MONTH,
         engineering_usd=hosting.engineering_usd,
         replicas=running,
         busy_share=traffic.requests_per_day / daily_capacity,
+        energy_usd=(energy_kwh or 0.0) * hosting.usd_per_kwh,
+        energy_kwh=energy_kwh,
+        carbon_kg=None if energy_kwh is None or grams is None else energy_kwh * grams / 1000,
     )
+
+
+def _device_usd_per_hour(case: CostInputs) -> float | None:
+    """Return the price of a device in $ per hour: its rent, or its purchase over its lifetime."""
+    hosting = case.hosting
+    if hosting.purchase_usd is None:
+        return case.question.price_of(case.device)
+    return hosting.purchase_usd / (hosting.lifetime_years * _HOURS_PER_YEAR)
 
 
 def _api_usd(case: CostInputs, price: ApiPrice) -> float:
@@ -377,6 +423,8 @@ def _swings(case: CostInputs, price: ApiPrice) -> Iterator[InputSensitivity]:
         return _api_usd(other, price) - _hosting_costs(other, _hosted_replica(other)).usd
 
     for name, changed in _CHANGES.items():
+        if name == _POWER_PRICE and not case.hosting.usd_per_kwh:
+            continue
         savings = []
         for factor in (1 - _SWING_SHARE, 1 + _SWING_SHARE):
             try:
@@ -402,6 +450,8 @@ def _scale_question(field: str) -> Callable[[CostInputs, float], CostInputs]:
 
 
 def _scale_device_price(case: CostInputs, factor: float) -> CostInputs:
+    if case.hosting.purchase_usd is not None:
+        return _scale_hosting("purchase_usd")(case, factor)
     usd = (case.question.price_of(case.device) or 0.0) * factor
     return replace(case, question=replace(case.question, usd_per_hour=usd))
 
@@ -428,6 +478,7 @@ def _scale_hosting(field: str) -> Callable[[CostInputs, float], CostInputs]:
     return change
 
 
+_POWER_PRICE: Final = "price of power"
 _CHANGES: Final[dict[str, Callable[[CostInputs, float], CostInputs]]] = {
     "requests": _scale_traffic,
     "price of the API": lambda case, factor: replace(case, api_factor=factor),
@@ -438,6 +489,7 @@ _CHANGES: Final[dict[str, Callable[[CostInputs, float], CostInputs]]] = {
     "speed of the engine (MFU, MBU)": _scale_engine,
     "utilization": _scale_hosting("utilization"),
     "engineering": _scale_hosting("engineering_usd"),
+    _POWER_PRICE: _scale_hosting("usd_per_kwh"),
 }
 
 

@@ -25,6 +25,7 @@ from twostroke.lab.planner.overhead import (
     OverheadRatio,
     cell_center,
     cell_of,
+    cells_of,
     coordinates,
     factors_at,
     nearness,
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from twostroke.lab.measure.profile import StepProfile
     from twostroke.lab.planner.models import PlannedModel
     from twostroke.lab.planner.roofline import Roofline
-    from twostroke.model.program.batch import BatchShape
+    from twostroke.model.program.batch import BatchShape, DecodeRun
 
 _VERSION: Final = 3  # of the stored file; in older files activations had 15 bits by default
 _CONTEXTS: Final = (128, 1024, 4096)
@@ -178,6 +179,10 @@ class Calibration(Frozen):
     def cell(self, batch: BatchShape) -> tuple[int, ...]:
         """Return a key for steps of similar shape, which get the same correction factors."""
         return cell_of(batch)
+
+    def cells(self, run: DecodeRun) -> list[tuple[int, ...]]:
+        """Return the key `cell` of each decode step of a run."""
+        return cells_of(run)
 
     def factors_in(self, roofline: Roofline, cell: tuple[int, ...]) -> Factors:
         """Return the correction factors for all steps of similar shape, given their key `cell`."""

@@ -139,19 +139,19 @@ def find_device(name: str) -> Device:
     )
 
 
-def this_machine(num_threads: int | None = None) -> Device:
+def this_machine(num_threads: int | None = None, *, remeasure: bool = True) -> Device:
     """Measure this machine with the kernels that would run, and return it as a device.
 
     `num_threads` defaults to the number that an engine uses. Each call measures again, which takes
     about a second, because an earlier measurement may have been disturbed by other load. The best
-    of all measurements counts.
+    of all measurements counts. Without `remeasure`, earlier measurements are used if there are any.
     """
     from twostroke.backends.cpu.library import choose_level
     from twostroke.backends.machine_limits import machine
     from twostroke.core.hardware import resolve_num_threads
 
     level, count = choose_level(None).level, resolve_num_threads(num_threads)
-    return device_of(machine(level, count, _MEASURED_WEIGHT_BYTES, remeasure=True))
+    return device_of(machine(level, count, _MEASURED_WEIGHT_BYTES, remeasure=remeasure))
 
 
 def device_of(limits: Hardware) -> Device:

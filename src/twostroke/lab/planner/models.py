@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 from msgspec.structs import replace
 
 from twostroke.core import env
-from twostroke.core.errors import ModelFormatError, UsageError, nearest
-from twostroke.core.frozen import Frozen
+from twostroke.core.errors import ModelFormatError
+from twostroke.core.frozen import Frozen, check_choice
 from twostroke.core.json_io import read_json
 from twostroke.lab.planner.described import described_program
 from twostroke.model.families import build_program
@@ -88,10 +88,7 @@ class PlannedModel(Frozen):
         Raises:
             UsageError: `WEIGHTS` has no such format.
         """
-        if weights not in WEIGHTS:
-            reason = f"must be one of {', '.join(WEIGHTS)}, got '{{value}}'."
-            hint = nearest(weights, WEIGHTS)
-            raise UsageError(f"{reason}{hint}", field="weights", value=weights)
+        check_choice("weights", weights, WEIGHTS)
         weight_type = WEIGHTS[weights]
         weight_bytes = {
             name: int(prod(shape) * (weight_type.bits if _is_quantized(name, shape) else 16) / 8)
@@ -134,15 +131,18 @@ def load_planned_model(model: str) -> PlannedModel:
             return _model_of_configuration(name, program, text_fields(config.name, values))
     hub_name = parse_hub_name(model)
     if hub_name is not None and find_record(hub_name) is None:
-        return _from_hub(hub_name)
+        return planned_hub_model(hub_name)
     from twostroke.model.loader import load  # not needed for configurations
 
     loaded = load(model)
     return _model_of_weights(loaded, loaded.name, weights_identity(loaded.tensors))
 
 
-def _from_hub(name: HubName) -> PlannedModel:
-    """Return a model of the Hugging Face hub for plans; only its headers are fetched."""
+def planned_hub_model(name: HubName) -> PlannedModel:
+    """Return a model of the Hugging Face hub for plans; only its headers are fetched.
+
+    Raises the errors of `load_planned_model`.
+    """
     with TemporaryDirectory(prefix="twostroke-") as folder:
         path = fetch_headers(name, Path(folder), _rope_table_ranges)
         if path.is_dir():

@@ -10,7 +10,7 @@ from twostroke.lab.planner.roofline import Factors
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from twostroke.model.program.batch import BatchShape
+    from twostroke.model.program.batch import BatchShape, DecodeRun
 
 _NUM_ROW_COORDINATES: Final = 2  # the first coordinates: rows, and rows per request
 _CELLS_PER_DOUBLING: Final = 8
@@ -85,6 +85,14 @@ def cell_of(batch: BatchShape) -> tuple[int, ...]:
     A cell is the step's coordinates in eighths of a doubling, rounded.
     """
     return tuple([round(_CELLS_PER_DOUBLING * value) for value in coordinates(batch)])
+
+
+def cells_of(run: DecodeRun) -> list[tuple[int, ...]]:
+    """Return the `cell_of` each decode step of a run."""
+    num_rows = run.num_rows
+    by_rows = round(_CELLS_PER_DOUBLING * math.log2(num_rows))
+    contexts = (64 + run.num_attended() / num_rows).tolist()
+    return [(by_rows, 0, round(_CELLS_PER_DOUBLING * math.log2(size))) for size in contexts]
 
 
 def cell_center(cell: tuple[int, ...]) -> list[float]:

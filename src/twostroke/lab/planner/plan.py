@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 _MAX_PLANNED_STREAMS = 1 << 14
 # Speculation as a what-if: drafts per round, the chance that a draft is accepted, and the cost of
 # computing a draft as a share of a decode step.
-_NUM_DRAFTS = 3
-_ACCEPTANCE_RATE = 0.7
+NUM_DRAFTS = 3
+ACCEPTANCE_RATE = 0.7
 _DRAFT_COST_RATIO = 0.1
 
 
@@ -369,11 +369,11 @@ def _what_ifs(planner: Planner, streams: int) -> list[WhatIf]:
             changed = Planner(model, planner.device, question, planner.calibration)
         results.append(_what_if(change, changed, streams, changed.decode(streams).seconds))
     contexts = (planner.question.mean_context,) * streams
-    num_rows = _NUM_DRAFTS + 1
+    num_rows = NUM_DRAFTS + 1
     verify = planner.roofline.step(BatchShape(contexts, (num_rows,) * streams, streams * num_rows))
-    drafts_s = _NUM_DRAFTS * _DRAFT_COST_RATIO * planner.decode(streams).seconds
-    round_s = (verify.seconds + drafts_s) / expected_tokens_per_round(_ACCEPTANCE_RATE, _NUM_DRAFTS)
-    change = f"speculation ({_NUM_DRAFTS} drafts, {_ACCEPTANCE_RATE:.0%} right)"
+    drafts_s = NUM_DRAFTS * _DRAFT_COST_RATIO * planner.decode(streams).seconds
+    round_s = (verify.seconds + drafts_s) / expected_tokens_per_round(ACCEPTANCE_RATE, NUM_DRAFTS)
+    change = f"speculation ({NUM_DRAFTS} drafts, {ACCEPTANCE_RATE:.0%} right)"
     return [*results, _what_if(change, planner, streams, round_s)]
 
 

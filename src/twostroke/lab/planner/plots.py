@@ -8,12 +8,21 @@ from msgspec.structs import replace
 
 from twostroke.core.frozen import Frozen
 from twostroke.core.message_text import counted_noun
-from twostroke.lab.measure.plots import new_figure, svg_element
+from twostroke.lab.measure.plots import (
+    BLUE,
+    INK,
+    LABEL_POINTS,
+    VERMILION,
+    html_figure,
+    new_figure,
+    style_axes,
+)
 from twostroke.lab.planner import words
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from markupsafe import Markup
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -21,13 +30,8 @@ if TYPE_CHECKING:
     from twostroke.lab.planner.planner import PlanRow
     from twostroke.lab.planner.roofline import PlannedStepTime
 
-# Blue and vermilion can be distinguished with any colour vision (Okabe and Ito, 2008).
-PREFILL: Final = "#0072b2"
-DECODE: Final = "#d55e00"
-INK: Final = "#1a1c1f"
-SOFT: Final = "#555b63"
-GRID: Final = "#dfdfdb"
-_LABEL_POINTS: Final = 8.5  # font size
+PREFILL: Final = BLUE
+DECODE: Final = VERMILION
 _MIN_TIME_SHARE: Final = 0.01  # of a step's time: operations below it are not drawn
 _MAX_MERGED_RATIO: Final = 1.15  # operations whose coordinates differ by less share a mark
 
@@ -63,8 +67,8 @@ def draw(plan: Plan) -> Figure:
     return figure
 
 
-def drawings(plan: Plan) -> tuple[str, str]:
-    """Return a plan's roofline and its latency plot, each as the text of an SVG element.
+def drawings(plan: Plan) -> tuple[Markup, Markup]:
+    """Return a plan's roofline and its latency plot, each as an SVG element of an HTML report.
 
     Raises:
         UsageError: matplotlib is not installed.
@@ -102,7 +106,7 @@ def _roofline(axes: Axes, plan: Plan) -> None:
         _draw_step(axes, name, step, ops, colour=colour, shape=shape)
     axes.xaxis.set_major_formatter("{x:,g}")
     axes.yaxis.set_major_formatter(lambda value, _: _format_quantity(value, ""))
-    _style_axes(axes)
+    style_axes(axes)
 
 
 def _draw_step(
@@ -140,7 +144,7 @@ def _draw_step(
         axes.annotate(
             f"{mark.label} {mark.share:.0%}", (mark.intensity, mark.flops_per_s),
             (-11 * up, y - position[1]), textcoords="offset points", va="center",
-            ha=side, fontsize=_LABEL_POINTS, color=colour,
+            ha=side, fontsize=LABEL_POINTS, color=colour,
         )  # fmt: skip
 
 
@@ -183,7 +187,7 @@ def _latency(axes: Axes, plan: Plan) -> None:
     for row in _labelled_rows(plan):
         axes.annotate(
             f"{row.streams:,}", (row.tokens_per_s, row.tpot_s * 1e3), (-4, 5),
-            textcoords="offset points", ha="right", fontsize=_LABEL_POINTS, color=DECODE,
+            textcoords="offset points", ha="right", fontsize=LABEL_POINTS, color=DECODE,
         )  # fmt: skip
     if (chosen_row := plan.chosen_row) is not None:
         streams = words.num_streams(chosen_row.streams)
@@ -204,7 +208,7 @@ def _latency(axes: Axes, plan: Plan) -> None:
             )  # fmt: skip
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:,g}")
-    _style_axes(axes)
+    style_axes(axes)
 
 
 def _labelled_rows(plan: Plan) -> list[PlanRow]:
@@ -216,28 +220,6 @@ def _labelled_rows(plan: Plan) -> list[PlanRow]:
     return [row for row in plan.rows if not streams / 1.4 < row.streams < streams * 1.4][::-2]
 
 
-def _style_axes(axes: Axes) -> None:
-    """Give a plot the style of all plots: a thin grid, two sides of the frame, a legend below."""
-    from matplotlib.ticker import LogLocator
-
-    for axis in (axes.xaxis, axes.yaxis):
-        low, high = sorted(axis.get_view_interval())
-        steps = (1.0,) if high > 200 * low else (1.0, 2.0, 5.0)
-        axis.set_major_locator(LogLocator(subs=steps, numticks=12))
-        axis.set_minor_formatter("")
-    axes.grid(color=GRID, linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(SOFT)
-    axes.tick_params(which="both", colors=SOFT, labelsize=_LABEL_POINTS)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.label.set_color(INK)
-    axes.legend(
-        loc="upper center", bbox_to_anchor=(0.5, -0.12), fontsize=_LABEL_POINTS, frameon=False,
-        labelcolor=INK, markerscale=0.7,
-    )  # fmt: skip
-
-
 def _format_quantity(value: float, unit: str) -> str:
     """Return a value with a decimal prefix, such as "3.35 TB/s"."""
     for power, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M")):
@@ -246,7 +228,7 @@ def _format_quantity(value: float, unit: str) -> str:
     return f"{value:.4g} {unit}"
 
 
-def _svg(plan: Plan, draw_on: Callable[[Axes, Plan], None], name: str) -> str:
+def _svg(plan: Plan, draw_on: Callable[[Axes, Plan], None], name: str) -> Markup:
     figure = new_figure(8, 5.6)
     draw_on(figure.subplots(), plan)
-    return svg_element(figure, name)
+    return html_figure(figure, name)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from twostroke.core.errors import UsageError, nearest
-from twostroke.core.frozen import Frozen, check_range
+from twostroke.core.errors import UsageError
+from twostroke.core.frozen import Frozen, check_choice, check_range
 from twostroke.core.message_text import counted_noun
 from twostroke.core.options import BatchOptions, ComputeOptions
 from twostroke.model.program.kv_layout import DEFAULT_FORMAT, FORMATS
@@ -74,10 +74,7 @@ class Question(Frozen):
             raise UsageError(f"must be at least 0 and below 1, got {self.cached}.", field="cached")
         check_range(self, "mfu", "mbu", low=MIN_EFFICIENCY, high=1)
         check_range(self, "ttft_s", "tpot_s", "usd_per_hour", high=1e9)
-        if self.kv_format not in FORMATS:
-            reason = f"must be one of {', '.join(FORMATS)}, got '{{value}}'."
-            hint = nearest(self.kv_format, FORMATS)
-            raise UsageError(f"{reason}{hint}", field="kv_format", value=self.kv_format)
+        check_choice("kv_format", self.kv_format, FORMATS)
 
     @property
     def num_cached(self) -> int:

@@ -15,6 +15,7 @@ from twostroke.lab.planner.overhead import (
     OverheadRatio,
     cell_center,
     cell_of,
+    cells_of,
     coordinates,
     factors_at,
 )
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from twostroke.lab.planner.devices import Device
     from twostroke.lab.planner.roofline import Factors, Roofline
-    from twostroke.model.program.batch import BatchShape
+    from twostroke.model.program.batch import BatchShape, DecodeRun
 
 REFERENCE: Final = "gemma3-270m on two threads of an AMD EPYC"
 
@@ -32,8 +33,8 @@ REFERENCE: Final = "gemma3-270m on two threads of an AMD EPYC"
 class ReferenceCalibration(Frozen):
     """Corrects the minimum times of a plan by measured steps of another model.
 
-    It implements `Correction`, for models that were not measured on this machine. The seconds
-    around operations are per layer.
+    It implements `Correction`, for models that were not measured on this machine. In `steps`, the
+    time of a step besides its operations (`rest_s`) is per layer, since models differ in depth.
     """
 
     steps: tuple[OverheadRatio, ...]
@@ -45,6 +46,10 @@ class ReferenceCalibration(Frozen):
     def cell(self, batch: BatchShape) -> tuple[int, ...]:
         """Return a key for steps of similar shape, which get the same correction factors."""
         return cell_of(batch)
+
+    def cells(self, run: DecodeRun) -> list[tuple[int, ...]]:
+        """Return the key `cell` of each decode step of a run."""
+        return cells_of(run)
 
     def factors_in(self, roofline: Roofline, cell: tuple[int, ...]) -> Factors:
         """Return the correction factors for all steps of similar shape, given their key `cell`."""

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from importlib import resources
 from typing import TYPE_CHECKING, Final
 
-from jinja2 import Environment
-from markupsafe import Markup
-
 from twostroke.core.message_text import counted_noun
+from twostroke.lab.measure.plots import render_html
 from twostroke.lab.measure.report_text import format_ms
 from twostroke.lab.planner import plots, words
 from twostroke.lab.planner.question import MEMORY_SHARE
@@ -20,15 +17,6 @@ if TYPE_CHECKING:
     from twostroke.lab.planner.plan import Plan
     from twostroke.lab.planner.roofline import PlannedStepTime
 
-# Colours of the plots, and the style sheet's variables for light and dark mode.
-_COLOURS: Final = {
-    plots.INK: "var(--ink)",
-    plots.SOFT: "var(--soft)",
-    plots.GRID: "var(--line)",
-    plots.PREFILL: "var(--prefill)",
-    plots.DECODE: "var(--decode)",
-    "#ffffff": "var(--ground)",
-}
 _MIN_TIME_SHARE: Final = 0.005  # of a step's time: operations below it are not listed
 
 
@@ -38,9 +26,9 @@ def report(plan: Plan) -> str:
     Raises:
         UsageError: matplotlib is not installed.
     """
-    template = resources.files("twostroke.lab.planner").joinpath("report.html").read_text("utf-8")
-    page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(template)
-    return page.render(
+    return render_html(
+        "twostroke.lab.planner",
+        "report.html",
         plan=plan,
         title=words.title(plan),
         shown=words.num_streams(plan.shown_streams),
@@ -48,7 +36,7 @@ def report(plan: Plan) -> str:
         answer=list(words.answer_sentences(plan)),
         question=list(_question(plan)),
         memory=list(_memory(plan)),
-        figures=[Markup(_with_page_colours(svg)) for svg in plots.drawings(plan)],  # noqa: S704
+        figures=plots.drawings(plan),
         rows=[(row.streams == plan.shown_streams, words.row_cells(row)) for row in plan.rows],
         headings=words.HEADINGS,
         load_headings=words.LOAD_HEADINGS,
@@ -136,9 +124,3 @@ def _split_formula(line: str) -> tuple[str, str]:
     mark = " = " if " = " in line.partition(": ")[0] else ": "
     name, _, text = line.partition(mark)
     return name, text
-
-
-def _with_page_colours(figure: str) -> str:
-    for colour, name in _COLOURS.items():
-        figure = figure.replace(colour, name)
-    return figure

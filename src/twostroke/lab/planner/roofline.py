@@ -72,6 +72,9 @@ class Correction(Protocol):
     def cell(self, batch: BatchShape) -> tuple[int, ...]:
         """Return a key for steps of similar shape, which get the same correction factors."""
 
+    def cells(self, run: DecodeRun) -> list[tuple[int, ...]]:
+        """Return the key `cell` of each decode step of a run."""
+
     def factors_in(self, roofline: Roofline, cell: tuple[int, ...]) -> Factors:
         """Return the correction factors for all steps of similar shape, given their key `cell`."""
 
@@ -214,7 +217,7 @@ class Roofline:
         self._kv_copies = np.array([kv_copies(key[2], self._num_devices) for key in self._ops])
         self._row_totals: dict[int, Totals] = {}
         self._sampled_row_totals: dict[tuple[int, int], Totals] = {}  # by rows, sampled rows
-        self._factors: dict[tuple[int, ...], Factors] = {}
+        self._factors: dict[tuple[int, ...], tuple[float, float, float, float]] = {}
 
     def step(self, batch: BatchShape) -> PlannedStepTime:
         """Return the planned time of a step; measured factors correct it if there are any."""
@@ -287,9 +290,6 @@ class Roofline:
         Work that depends only on numbers of rows is computed once and remembered. Corrections are
         the same for all steps of a cell. For a `DecodeRun`, totals are arrays: (steps,).
         """
-        if self._correction is not None and isinstance(batch, DecodeRun):
-            steps = [self.totals(batch.shape_at(step)) for step in range(batch.num_steps)]
-            return Totals(*np.array(steps).T)
         num_rows, num_sampled = batch.num_rows, batch.num_sampled
         rows = self._row_totals.get(num_rows)
         sampled_rows = self._sampled_row_totals.get((num_rows, num_sampled))
@@ -305,13 +305,32 @@ class Roofline:
         num_bytes = products.bytes + attention.bytes
         if self._correction is None:
             return Totals(products.seconds + attention.seconds + moving_s, flops, num_bytes)
-        cell = self._correction.cell(batch)
-        factors = self._factors.get(cell)
-        if factors is None:
-            factors = self._factors[cell] = self._correction.factors_in(self.measured, cell)
-        seconds = factors.products * products.seconds + factors.attention * attention.seconds
-        seconds += moving_s + factors.rest_s
-        return Totals(seconds, flops, num_bytes, between_s=factors.between_share * seconds)
+        attention_factor, products_factor, rest_s, between_share = self._cell_factors(batch)
+        seconds = products_factor * products.seconds + attention_factor * attention.seconds
+        seconds += moving_s + rest_s
+        return Totals(seconds, flops, num_bytes, between_s=between_share * seconds)
+
+    def _cell_factors(self, batch: BatchShape) -> Any:
+        """Return the factors of attention and products, the seconds of the rest, and `between`.
+
+        For a `DecodeRun`, each is an array: (steps,).
+        """
+        assert self._correction is not None
+        if not isinstance(batch, DecodeRun):
+            return self._factors_in(self._correction.cell(batch))
+        cells = self._correction.cells(batch)
+        if cells[0] == cells[-1]:  # contexts grow, so all steps between are in the cell
+            return self._factors_in(cells[0])
+        return np.array([self._factors_in(cell) for cell in cells]).T
+
+    def _factors_in(self, cell: tuple[int, ...]) -> tuple[float, float, float, float]:
+        values = self._factors.get(cell)
+        if values is None:
+            assert self._correction is not None
+            factors = self._correction.factors_in(self.measured, cell)
+            values = (factors.attention, factors.products, factors.rest_s, factors.between_share)
+            self._factors[cell] = values
+        return values
 
     def _sum(self, batch: BatchShape, costs: Iterable[tuple[int, StepCost, int | None]]) -> Totals:
         seconds = flops = num_bytes = 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from statistics import median
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
@@ -23,13 +23,14 @@ if TYPE_CHECKING:
 
 _TIMEOUT_S: Final = 10.0
 _MIN_STEPS_PER_SHAPE: Final = 3  # a single step may have been disturbed
+_MAX_OVER_MEDIAN: Final = 10  # seconds of a step, over the median of its shape
 _CELLS_PER_DOUBLING: Final = 2
 _POLL_INTERVAL_S: Final = 1.0
 _FIELDS: Final = ("rows", "prompt_rows", "requests", "step_s", "attended", "turn_s")
 
 
 class ServedStep(Frozen):
-    """Median times of a running server's steps of one shape, which correct plans.
+    """Mean times of a running server's steps of one shape, which correct plans.
 
     They include the work of the server's loop between steps.
 
@@ -77,35 +78,47 @@ class ServedStep(Frozen):
 
 
 def group_steps(steps: Iterable[Sequence[Any]]) -> tuple[ServedStep, ...]:
-    """Return the steps that a server reports in `/api/state` by shape, with median times.
+    """Return the steps that a server reports in `/api/state` by shape, with mean times.
 
     A server shows each step for a while; a step that was read several times counts once. Steps
-    after a pause of the loop, and steps with drafts, are left out.
+    with drafts are left out. After a pause, most steps are prefills: the loop's work before such a
+    step is not known, and is assumed to take the median time of the other steps' work.
     """
+    distinct_steps = list(dict.fromkeys(map(tuple, steps)))
+    known_between_s = [turn_s - step_s for *_, step_s, _, turn_s in distinct_steps if turn_s > 0]
+    usual_between_s = max(0.0, median(known_between_s)) if known_between_s else 0.0
     cells: dict[tuple[int, ...], list[ServedStep]] = {}
-    for rows, prompt_rows, requests, step_s, attended, turn_s in dict.fromkeys(map(tuple, steps)):
+    for rows, prompt_rows, requests, step_s, attended, turn_s in distinct_steps:
+        between_s = max(0.0, turn_s - step_s) if turn_s > 0 else usual_between_s
         step = ServedStep(
             rows=rows,
             prompt_rows=prompt_rows,
             requests=requests,
             attended=attended,
-            seconds=turn_s,
-            between_s=max(0.0, turn_s - step_s),
+            seconds=max(turn_s, step_s + between_s),
+            between_s=between_s,
         )
-        if turn_s > 0 and _has_no_drafts(step):
+        if step.seconds > 0 and _has_no_drafts(step):
             cells.setdefault(cell_of(step), []).append(step)
     return tuple(
-        _median_step(similar) for similar in cells.values() if len(similar) >= _MIN_STEPS_PER_SHAPE
+        _mean_step(similar) for similar in cells.values() if len(similar) >= _MIN_STEPS_PER_SHAPE
     )
 
 
-def _median_step(steps: list[ServedStep]) -> ServedStep:
-    """Return a server's step of one shape, with the median context and median times of all."""
+def _mean_step(steps: list[ServedStep]) -> ServedStep:
+    """Return a server's step of one shape, with the median context and the mean times of all.
+
+    Requests wait for the sum of all steps. Beside clients and other programs some steps take much
+    longer than the median, so medians would predict too little. Steps that take more than
+    `_MAX_OVER_MEDIAN` times as long are disturbances, and are left out.
+    """
     middle = sorted(steps, key=lambda step: step.attended)[len(steps) // 2]
+    limit_s = _MAX_OVER_MEDIAN * median(step.seconds for step in steps)
+    usual_steps = [step for step in steps if step.seconds <= limit_s]
     return replace(
         middle,
-        seconds=median(step.seconds for step in steps),
-        between_s=median(step.between_s for step in steps),
+        seconds=fmean(step.seconds for step in usual_steps),
+        between_s=fmean(step.between_s for step in usual_steps),
     )
 
 
@@ -141,8 +154,8 @@ def watch_server(
         new_steps += [step for step in latest if tuple(step) not in old_steps]
     if not (grouped := group_steps(new_steps)):
         raise UsageError(
-            f"The server at {url} was not busy: no {_MIN_STEPS_PER_SHAPE} steps of a similar shape "
-            "followed another step without a pause. Calibrate while it serves its load."
+            f"The server at {url} was not busy: it took no {_MIN_STEPS_PER_SHAPE} steps of a "
+            "similar shape. Calibrate while it serves its load."
         )
     return grouped
 
@@ -155,7 +168,7 @@ def server_threads(url: str, key: str | None, model: PlannedModel) -> int:
         EngineStoppedError: the server cannot be reached.
     """
     read_steps(url, key, model)
-    state = _read_state(url, key)
+    state = fetch_json(url, "/api/state", key)
     try:
         return sum(rank["threads"] for rank in state["ranks"]) or int(state["engine"]["threads"])
     except (KeyError, TypeError):
@@ -177,7 +190,7 @@ def read_steps(url: str, key: str | None, model: PlannedModel) -> list[Sequence[
         UsageError: there is no such server, it serves another model, or refuses the key.
         EngineStoppedError: the server cannot be reached.
     """
-    state = _read_state(url, key)
+    state = fetch_json(url, "/api/state", key)
     try:
         served_model = state["model"]
         name, identity = served_model["name"], served_model["identity"]
@@ -202,18 +215,23 @@ def _has_no_drafts(step: ServedStep) -> bool:
     return 0 <= step.requests - num_decoding <= step.prompt_rows
 
 
-def _read_state(url: str, key: str | None) -> Any:
-    """Return the JSON of a server's `/api/state`; None if the response is not JSON."""
+def fetch_json(url: str, path: str, key: str | None, *, field: str = "server") -> Any:
+    """Return the JSON that a server answers to GET `path`; None if the response is not JSON.
+
+    Raises:
+        UsageError: `url` is not valid, or the server refuses the key; `field` is the option.
+        EngineStoppedError: the server cannot be reached.
+    """
     import http.client  # most plans need none of it
 
-    parts = server_url(url, field="server")
+    parts = server_url(url, field=field)
     is_secure = parts.scheme == "https"
     connection_type = http.client.HTTPSConnection if is_secure else http.client.HTTPConnection
     connection = connection_type(parts.hostname or "", parts.port, timeout=_TIMEOUT_S)
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     try:
-        path = parts.path.rstrip("/").removesuffix("/v1")
-        connection.request("GET", f"{path}/api/state", headers=headers)
+        base = parts.path.rstrip("/").removesuffix("/v1")
+        connection.request("GET", f"{base}{path}", headers=headers)
         answer = connection.getresponse()
         body = answer.read()
     except (OSError, http.client.HTTPException) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from array import array
 from enum import IntEnum
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final, cast
 
 from twostroke.core.errors import ContextLengthError, OverloadedError
@@ -16,26 +17,30 @@ from twostroke.fleet.routing.policy import PREFIX_POLICIES
 from twostroke.fleet.routing.prompt import block_keys, bytes_of_blocks
 from twostroke.lab.measure.requests import REFUSED, RequestLog
 from twostroke.lab.simulator.disaggregation import SimulatedTransfers
+from twostroke.lab.simulator.page_cache import SimulatedPageCache
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from twostroke.fleet.routing.dispatch import RoutedRequest
     from twostroke.lab.simulator.disaggregation import PrefillSettings
     from twostroke.lab.simulator.load import RequestArrival, Workload
+    from twostroke.lab.simulator.page_cache import PageCacheSettings
     from twostroke.lab.simulator.replica import Clock, SimulatedReplica
 
 START_S: Final = 1.0  # virtual time of the start: 0 stands for events that have not happened
 _REPORT_INTERVAL_S: Final = 0.5  # between reports of a replica to the router
 
 
-class _Event(IntEnum):
+class FleetEvent(IntEnum):
     """The kinds of events in a simulation; simultaneous events happen in this order."""
 
     STEP_END = 0  # of a replica
     KV_ARRIVAL = 1  # the pages of a request's prompt arrive
-    WAKE = 2  # a replica's policy may start a batch
-    REQUEST_ARRIVAL = 3
+    PAGE_ARRIVAL = 2  # the pages of a request come from the page cache
+    WAKE = 3  # a replica's policy may start a batch
+    ACTION = 4  # of replicas that fail (`FailingFleet`)
+    REQUEST_ARRIVAL = 5
 
 
 class SimulatedFleet:
@@ -50,27 +55,36 @@ class SimulatedFleet:
         self,
         replicas: Sequence[SimulatedReplica],
         routing: str,
+        *,
         clock: Clock,
         vocab_size: int,
         overhead_s: float = 0.0,
         prefill: PrefillSettings | None = None,
+        page_cache: PageCacheSettings | None = None,
     ) -> None:
         """Route requests to the replicas by the policy `routing`, a key of `POLICIES`.
 
         A request reaches its replica `overhead_s` after it was sent. With `prefill`, the first
-        replicas prefill prompts; requests are routed to the other replicas, which decode.
+        replicas prefill prompts; requests are routed to the other replicas, which decode. With
+        `page_cache`, each replica has one.
         """
         self.logs: dict[int, RequestLog] = {}
         self.refusals: list[tuple[int, str]] = []
         self._replicas = replicas
         self._clock = clock
         self._transfers = SimulatedTransfers(prefill, replicas, clock) if prefill else None
+        self._page_caches = (
+            [SimulatedPageCache(page_cache, replica, clock) for replica in replicas]
+            if page_cache
+            else []
+        )
+        self._loading: dict[int, int] = {}  # the index of the replica that loads a request's pages
         self._num_prefill_replicas = prefill.count if prefill else 0
         indices = range(self._num_prefill_replicas, len(replicas))
-        self._router = _SimulatedRouter(replicas, indices, routing, clock)
+        self._router = SimulatedRouter(replicas, indices, routing, clock)
         self._vocab_size = vocab_size
         self._overhead_s = overhead_s
-        self._events: list[tuple[float, _Event, int]] = []
+        self._events: list[tuple[float, FleetEvent, int]] = []
         self._first_token_s: dict[str, float] = {}
         self._changed_replicas: set[int] = set()  # may start a step after the current events
 
@@ -79,7 +93,7 @@ class SimulatedFleet:
         self._load = load
         begin_s = START_S + self._overhead_s
         for number, arrival in enumerate(load.arrivals):
-            self._push(begin_s + arrival.at_s, _Event.REQUEST_ARRIVAL, number)
+            self._push(begin_s + arrival.at_s, FleetEvent.REQUEST_ARRIVAL, number)
         while self._next_s() is not None or self._flush_batches():
             now_s = self._clock.now_s = self._events[0][0]
             while self._next_s() == now_s:
@@ -89,6 +103,11 @@ class SimulatedFleet:
                 if self._replicas[index].ends_s is None:
                     self._start(index)
             self._changed_replicas.clear()
+
+    @property
+    def num_page_loads(self) -> int:
+        """For how many requests pages were loaded from the page caches."""
+        return sum(page_cache.num_loads for page_cache in self._page_caches)
 
     @property
     def decisions(self) -> dict[str, int]:
@@ -102,22 +121,24 @@ class SimulatedFleet:
         """
         while self._events:
             at_s, event, key = self._events[0]
-            if event is not _Event.STEP_END or self._replicas[key].ends_s == at_s:
+            if event is not FleetEvent.STEP_END or self._replicas[key].ends_s == at_s:
                 return at_s
             heapq.heappop(self._events)
         return None
 
-    def _handle(self, event: _Event, key: int) -> int:
+    def _handle(self, event: FleetEvent, key: int) -> int:
         """Handle an event of the simulation; return the index of the replica that it changes."""
-        if event is _Event.REQUEST_ARRIVAL:
+        if event is FleetEvent.REQUEST_ARRIVAL:
             return self._arrive(key)
-        if event is _Event.KV_ARRIVAL:
+        if event is FleetEvent.KV_ARRIVAL:
             return self._receive(key)
-        if event is _Event.STEP_END:
+        if event is FleetEvent.PAGE_ARRIVAL:
+            return self._receive_pages(key)
+        if event is FleetEvent.STEP_END:
             self._finish_step(key)
         return key
 
-    def _push(self, at_s: float, event: _Event, key: int) -> None:
+    def _push(self, at_s: float, event: FleetEvent, key: int) -> None:
         heapq.heappush(self._events, (at_s, event, key))
 
     def _flush_batches(self) -> bool:
@@ -135,9 +156,9 @@ class SimulatedFleet:
         replica = self._replicas[index]
         ends_s = replica.start()
         if ends_s is not None:
-            self._push(ends_s, _Event.STEP_END, index)
+            self._push(ends_s, FleetEvent.STEP_END, index)
         elif wait_s := replica.scheduler.wait_s:
-            self._push(self._clock.now_s + wait_s, _Event.WAKE, index)
+            self._push(self._clock.now_s + wait_s, FleetEvent.WAKE, index)
 
     def _interrupt(self, index: int, *, catch_up: bool) -> None:
         """Stop a replica's fast-forward after its current step, because its requests change.
@@ -150,17 +171,24 @@ class SimulatedFleet:
         if ends_s is None:
             self._changed_replicas.add(index)
         elif ends_s != before_s:
-            self._push(ends_s, _Event.STEP_END, index)
+            self._push(ends_s, FleetEvent.STEP_END, index)
 
     def _arrive(self, number: int) -> int:
         """Route a request that has arrived, and queue it; return the index of its replica."""
-        request = _request(number, self._load.arrivals[number], self._vocab_size)
+        request = make_request(number, self._load.arrivals[number], self._vocab_size)
         index = self._choose(request)
+        assert index is not None, "all replicas are open"
         try:
             state = self._replicas[index].submit(request)
         except (ContextLengthError, OverloadedError) as error:
             self._router.end(request)
             self._refuse(request, error)
+            return index
+        if self._page_caches:
+            arrives_s = self._page_caches[index].load(number, state)
+            if arrives_s is not None:
+                self._loading[number] = index
+                self._push(arrives_s, FleetEvent.PAGE_ARRIVAL, number)
             return index
         if self._transfers is None:
             return index
@@ -182,14 +210,26 @@ class SimulatedFleet:
         self._transfers.arrive(number)
         return index
 
-    def _choose(self, request: Request) -> int:
-        """Let the router choose a replica for a request; return the replica's index."""
+    def _receive_pages(self, number: int) -> int:
+        """Continue a request whose pages have come from the page cache; return its replica."""
+        index = self._loading.pop(number)
+        self._interrupt(index, catch_up=True)
+        self._page_caches[index].arrive(number)
+        return index
+
+    def _choose(self, request: Request, excluded: Collection[int] = ()) -> int | None:
+        """Let the router choose a replica for a request; return the replica's index.
+
+        `excluded` are the indices of replicas that may not be chosen. None if no other is open.
+        """
         for index in self._router.due():
             self._interrupt(index, catch_up=True)
             self._router.report(index)
-        index = self._router.choose(request)
-        self._interrupt(index, catch_up=self._transfers is not None)
-        return index
+        chosen_index = self._router.choose(request, excluded)
+        catches_up = self._transfers is not None or bool(self._page_caches)
+        if chosen_index is not None:
+            self._interrupt(chosen_index, catch_up=catches_up)
+        return chosen_index
 
     def _finish_step(self, index: int) -> None:
         """Record the results of a simulated step: first tokens, ends of requests, KV transfers."""
@@ -198,7 +238,7 @@ class SimulatedFleet:
         if self._transfers is not None and index < self._num_prefill_replicas:
             for request in finished:
                 number = int(request.id)
-                self._push(self._transfers.arrival_s(number), _Event.KV_ARRIVAL, number)
+                self._push(self._transfers.arrival_s(number), FleetEvent.KV_ARRIVAL, number)
             return
         for request in started:
             self._first_token_s[request.id] = now_s
@@ -222,7 +262,7 @@ class SimulatedFleet:
         self.refusals.append((number, str(error)))
 
 
-class _SimulatedRouter:
+class SimulatedRouter:
     """The router of a simulation, with the routing policies and the information of a real one.
 
     `indices` are the replicas to which it routes.
@@ -259,16 +299,26 @@ class _SimulatedRouter:
             index - self._indices.start, 0.0, stats.horizon_s, num_waiting=stats.num_waiting
         )
 
-    def choose(self, request: Request) -> int:
+    def set_open(self, index: int, *, is_open: bool) -> None:
+        """Open a replica for new requests after a restart, or close it, as health checks do."""
+        if is_open:
+            self._dispatcher.reset(index - self._indices.start)
+        self._dispatcher.set_open(index - self._indices.start, is_open=is_open)
+
+    def choose(self, request: Request, excluded: Collection[int] = ()) -> int | None:
         """Return the index of the replica to which the router sends a request.
 
         A real router compares the text of prompts; here the prompt's tokens stand for its text.
+        `excluded` are the indices of replicas that may not be chosen; None if no other is open.
         """
-        text = array("I", request.tokens).tobytes()
+        text = array("I", request.prompt).tobytes()
         keys = block_keys(text, request.salt) if self._knows_prefixes else ()
         routing_key = RoutingKey(keys, len(text), keys[0] if keys else int(request.id))
-        routed = self._dispatcher.decide(routing_key)
-        assert routed is not None, "all replicas are open"
+        routed = self._dispatcher.decide(
+            routing_key, excluded=[index - self._indices.start for index in excluded]
+        )
+        if routed is None:
+            return None
         self._routed_requests[request.id] = routed
         return self._indices[routed.index]
 
@@ -281,8 +331,15 @@ class _SimulatedRouter:
         self._dispatcher.end(self._routed_requests.pop(request.id))
 
 
-def _request(number: int, arrival: RequestArrival, vocab_size: int) -> Request:
-    params = SamplingParams(max_tokens=arrival.num_output, temperature=0.0, ignore_eos=True)
+def make_request(number: int, arrival: RequestArrival, vocab_size: int) -> Request:
+    """Return the request of an arrival, which has this number in the workload."""
     # An array has the methods of a list that the scheduler uses, and is made faster.
     tokens = cast("list[int]", arrival.tokens(number, vocab_size))
-    return Request(str(number), tokens, arrival.num_prompt, params, seed=number)
+    return Request(
+        str(number), tokens, arrival.num_prompt, _params(arrival.num_output), seed=number
+    )
+
+
+@lru_cache(maxsize=4096)
+def _params(num_output: int) -> SamplingParams:
+    return SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True)

@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from msgspec.structs import replace
 
-from twostroke.core.errors import UsageError, nearest
-from twostroke.core.frozen import Frozen, check_range
+from twostroke.core.errors import UsageError
+from twostroke.core.frozen import Frozen, check_choice, check_range
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from twostroke.core.recorded_trace import ServerSettings
+
 ARRIVALS: Final = ("poisson", "constant", "gamma")
 MAX_REQUESTS: Final = 1_000_000
-_MAX_TOKENS: Final = 1 << 24  # of a prompt or an answer
+MAX_TOKENS: Final = 1 << 24  # of a prompt or an answer
 _GOLDEN_RATIO: Final = np.uint64(0x9E3779B97F4A7C15)  # 2^64 divided by the golden ratio
 
 
@@ -25,6 +27,8 @@ class RequestArrival(Frozen):
 
     Prompts that begin with equal `blocks` begin with equal tokens, `block_size` for each block. All
     prompts with a `num_shared` share their first tokens, up to the smaller `num_shared`.
+    `recorded_e2e_s` are the seconds until the last token, as a server with the workload's settings
+    recorded them.
     """
 
     at_s: float
@@ -33,6 +37,7 @@ class RequestArrival(Frozen):
     blocks: tuple[int, ...] = ()
     block_size: int = 0
     num_shared: int = 0
+    recorded_e2e_s: float | None = None
 
     def tokens(self, number: int, vocab_size: int) -> array[int]:
         """Return the tokens of the request's prompt as an array of type "I".
@@ -58,10 +63,19 @@ class RequestArrival(Frozen):
 
 
 class Workload(Frozen):
-    """The requests of a simulation in the order of arrival; `name` says where they come from."""
+    """The requests of a simulation in the order of arrival.
+
+    Attributes:
+        name: where the requests come from.
+        arrivals: the requests.
+        notes: sentences about requests that are missing or were changed.
+        settings: the settings of the server that recorded the requests; None if unknown.
+    """
 
     name: str
     arrivals: tuple[RequestArrival, ...]
+    notes: tuple[str, ...] = ()
+    settings: ServerSettings | None = None
 
     @property
     def rate(self) -> float:
@@ -73,7 +87,7 @@ class Workload(Frozen):
         """Return a workload with more or fewer requests per second, and longer or shorter ones.
 
         It is `speed` times as fast, and all lengths in tokens are multiplied by `scale`. Blocks are
-        scaled too, so that prompts still share the same prefixes.
+        scaled too, so that prompts still share the same prefixes. Recorded times are left out.
         """
         for field, value in (("speed", speed), ("scale", scale)):
             if not 1e-9 <= value <= 1e9:
@@ -81,19 +95,23 @@ class Workload(Frozen):
         if (speed, scale) == (1.0, 1.0):
             return self
         longest = max(max(a.num_prompt, a.num_output) for a in self.arrivals) * scale
-        if longest > _MAX_TOKENS:
-            reason = f"makes a text of {longest:,.0f} tokens: the limit is {_MAX_TOKENS:,}."
+        if longest > MAX_TOKENS:
+            reason = f"makes a text of {longest:,.0f} tokens: the limit is {MAX_TOKENS:,}."
             raise UsageError(reason, field="scale")
         arrivals = tuple(_scaled(arrival, speed, scale) for arrival in self.arrivals)
-        return Workload(self.name, arrivals)
+        return replace(self, arrivals=arrivals)
 
     def named(self, name: str) -> Workload:
         """Return the same workload with another name."""
-        return Workload(name, self.arrivals)
+        return replace(self, name=name)
 
     def first(self, count: int | None) -> Workload:
         """Return a workload of the first `count` requests; of all requests if `count` is None."""
-        return self if count is None else Workload(self.name, self.arrivals[:count])
+        return self if count is None else replace(self, arrivals=self.arrivals[:count])
+
+    def last(self, count: int) -> Workload:
+        """Return a workload of the last `count` requests."""
+        return replace(self, arrivals=sorted_workload(self.name, self.arrivals[-count:]).arrivals)
 
 
 class SyntheticWorkload(Frozen):
@@ -121,12 +139,9 @@ class SyntheticWorkload(Frozen):
     def __post_init__(self) -> None:
         """Raise UsageError, with the field, if a number of the workload is out of range."""
         check_range(self, "rate", "burstiness", high=1e6)
-        if self.arrivals not in ARRIVALS:
-            reason = f"must be one of {', '.join(ARRIVALS)}, got '{{value}}'."
-            hint = nearest(self.arrivals, ARRIVALS)
-            raise UsageError(f"{reason}{hint}", field="arrivals", value=self.arrivals)
+        check_choice("arrivals", self.arrivals, ARRIVALS)
         check_range(self, "count", low=1, high=MAX_REQUESTS)
-        check_range(self, "prompt", low=1, high=_MAX_TOKENS)
+        check_range(self, "prompt", low=1, high=MAX_TOKENS)
         check_range(self, "output", low=1, high=1 << 20)
         check_range(self, "spread", low=0, high=10)
         if not 0 <= self.shared < self.prompt:
@@ -166,11 +181,13 @@ class SyntheticWorkload(Frozen):
             return [mean] * self.count
         variance = np.log1p(self.spread**2)
         values = rng.lognormal(np.log(mean) - variance / 2, np.sqrt(variance), self.count)
-        lengths: list[int] = np.clip(np.rint(values), 1, _MAX_TOKENS).astype(int).tolist()
+        lengths: list[int] = np.clip(np.rint(values), 1, MAX_TOKENS).astype(int).tolist()
         return lengths
 
 
-def sorted_workload(name: str, arrivals: Sequence[RequestArrival]) -> Workload:
+def sorted_workload(
+    name: str, arrivals: Sequence[RequestArrival], notes: tuple[str, ...] = ()
+) -> Workload:
     """Return a workload of these requests in the order of arrival.
 
     The first request arrives at time 0.
@@ -178,7 +195,7 @@ def sorted_workload(name: str, arrivals: Sequence[RequestArrival]) -> Workload:
     ordered = sorted(arrivals, key=lambda arrival: arrival.at_s)
     first_s = ordered[0].at_s
     shifted = tuple(replace(arrival, at_s=arrival.at_s - first_s) for arrival in ordered)
-    return Workload(name, shifted)
+    return Workload(name, shifted, notes)
 
 
 def _scaled(arrival: RequestArrival, speed: float, scale: float) -> RequestArrival:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 _TOKEN_STRIDE: Final = 7919  # difference between a request's token and its next token
-_MAX_FAST_FORWARD_STEPS: Final = 32
+_MAX_FAST_FORWARD_STEPS: Final = 64
 _PREFILL_SPEED_WINDOW_S: Final = 10
 
 
@@ -65,6 +65,8 @@ class SimulatedReplica:
         ends_s: end of the steps in flight; None if there are none.
         num_steps, busy_s, flops, bytes: sums over all steps.
         records_prefill_speed: remember recent prefill steps for `prefill_flops_per_s`.
+        may_fast_forward: perform decode steps at once where nothing depends on their order.
+        last_end_s: end of the last step that has ended; 0 before the first.
     """
 
     def __init__(
@@ -82,12 +84,13 @@ class SimulatedReplica:
         self.busy_s = self.flops = self.bytes = 0.0
         self.ends_s: float | None = None
         self.records_prefill_speed = False
-        self._last_end_s = 0.0
+        self.may_fast_forward = True
+        self.last_end_s = 0.0
         self._totals = totals
         self._clock = clock
         self._vocab_size = vocab_size
         self._speculator = speculator
-        self._unstarted: list[Request] = []  # requests without an output token
+        self._unstarted: list[tuple[Request, int]] = []  # with their tokens when they came
         self._step_in_flight: tuple[StepPlan, BatchShape, StepDrafts | None, float] | None = None
         self._fast_forward: _FastForward | None = None
         self._prefill_steps: list[tuple[float, float, float]] = []  # end, FLOPs and seconds
@@ -122,7 +125,7 @@ class SimulatedReplica:
         state = self.scheduler.add(request)
         self.num_requests += 1
         self._num_tokens += len(request.tokens)
-        self._unstarted.append(request)
+        self._unstarted.append((request, len(request.tokens)))
         return state
 
     def start(self) -> float | None:
@@ -130,7 +133,7 @@ class SimulatedReplica:
 
         Returns None without work.
         """
-        if self._speculator is None:
+        if self._speculator is None and self.may_fast_forward:
             requests, num_steps = self.scheduler.fast_forward_steps(_MAX_FAST_FORWARD_STEPS)
             if num_steps > 1:
                 return self._start_fast_forward(requests, num_steps)
@@ -147,7 +150,7 @@ class SimulatedReplica:
         batch = BatchShape.of(plan)
         totals = self._totals(batch)
         self.ends_s = drafted_s + totals.seconds
-        if self._last_end_s < start_s:  # after a pause of the loop, no time passes between steps
+        if self.last_end_s < start_s:  # after a pause of the loop, no time passes between steps
             self.ends_s -= totals.between_s
         self._step_in_flight = plan, batch, drafts, start_s
         self._add_step(start_s, self.ends_s, totals.flops, totals.bytes)
@@ -182,7 +185,8 @@ class SimulatedReplica:
     def catch_up(self) -> float | None:
         """Apply the steps of a fast-forward that have ended by now, and continue as a single step.
 
-        Returns the end of the step in flight, or None if no step is in flight.
+        Requests that were submitted meanwhile do not join the step in flight. Returns the end of
+        the step in flight, or None if no step is in flight.
         """
         steps, now_s = self._fast_forward, self._clock.now_s
         if steps is None:
@@ -192,6 +196,12 @@ class SimulatedReplica:
         start_s = steps.times_s[index]
         if start_s == now_s:
             return None
+        if self._unstarted:
+            self._fast_forward = _FastForward(
+                steps.requests, steps.times_s[index:], steps.flops[index:], steps.bytes[index:]
+            )
+            self.ends_s = steps.times_s[-1]
+            return self.ends_s
         plan = self.scheduler.plan()
         assert plan is not None, "fast-forward steps have work"
         self.ends_s = steps.times_s[index + 1]
@@ -204,7 +214,7 @@ class SimulatedReplica:
         steps, size = self._fast_forward, self._vocab_size
         assert steps is not None
         self._fast_forward = self.ends_s = None
-        self._last_end_s = steps.times_s[num_steps]
+        self.last_end_s = steps.times_s[num_steps]
         if not num_steps:
             return
         tokens = [
@@ -229,11 +239,11 @@ class SimulatedReplica:
     def finish(self) -> tuple[list[Request], list[Request]]:
         """Commit the replica's step at its end; return the requests that started and finished.
 
-        Started requests got their first token. Steps of a fast-forward start and finish no
-        requests.
+        Started requests got their first token from this replica. Steps of a fast-forward start and
+        finish no requests.
         """
         started: list[Request] = []
-        self._last_end_s = self._clock.now_s
+        self.last_end_s = self._clock.now_s
         if self._fast_forward is not None:
             self._apply_steps(len(self._fast_forward.times_s) - 1)
             return [], []
@@ -249,8 +259,11 @@ class SimulatedReplica:
         else:
             self._num_tokens += len(deltas)
         unstarted, self._unstarted = self._unstarted, []
-        for request in unstarted:
-            (started if request.num_output else self._unstarted).append(request)
+        for request, num_tokens in unstarted:
+            if len(request.tokens) > num_tokens:
+                started.append(request)
+            else:
+                self._unstarted.append((request, num_tokens))
         finished = [d.request for d in deltas if d.request.finish_reason is not None]
         for request in finished:
             self._end(request)

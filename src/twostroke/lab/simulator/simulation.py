@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from twostroke.backends.interface import BackendFacts
 from twostroke.backends.kv_size import WORKING_BYTES, size_kv_cache
 from twostroke.core.distributed_options import DISAGGREGATE
-from twostroke.core.errors import Field, MemoryLimitError, UsageError, nearest
-from twostroke.core.frozen import Frozen, check_range
+from twostroke.core.errors import Field, MemoryLimitError, UsageError
+from twostroke.core.frozen import Frozen, check_choice, check_range
 from twostroke.core.hardware import memory_available
 from twostroke.core.message_text import counted_noun
 from twostroke.core.options import BatchOptions, CacheOptions
@@ -24,8 +24,10 @@ from twostroke.lab.planner.question import MEMORY_SHARE, Question
 from twostroke.lab.planner.roofline import Roofline, kv_bytes, request_bytes
 from twostroke.lab.simulator.disaggregation import PrefillSettings
 from twostroke.lab.simulator.fleet import START_S, SimulatedFleet
+from twostroke.lab.simulator.page_cache import PageCacheSettings
 from twostroke.lab.simulator.proposer import SimulatedProposer, make_speculator
 from twostroke.lab.simulator.replica import Clock, SimulatedReplica
+from twostroke.model.program.batch import BatchShape
 from twostroke.model.program.cost import CostModel
 from twostroke.model.program.kv_layout import FORMATS
 
@@ -59,6 +61,8 @@ class SimulationSetup(Frozen):
         disaggregate: which prompts these replicas prefill, a value of `DISAGGREGATE`.
         link: bytes per second of a KV transfer; None for the speed of the device's link.
         overhead_s: time from the client to the engine: HTTP, tokenization, routing.
+        page_cache_size: bytes that the page cache of each replica holds; None without one.
+        page_cache_speed: bytes per second at which pages are loaded from it.
     """
 
     model: PlannedModel
@@ -76,14 +80,13 @@ class SimulationSetup(Frozen):
     disaggregate: str = "auto"
     link: float | None = None
     overhead_s: float = 0.0
+    page_cache_size: int | None = None
+    page_cache_speed: float = 1e9
 
     def __post_init__(self) -> None:
         """Raise UsageError, with the field, if a value or a combination is not valid."""
         check_range(self, "replicas", low=1, high=MAX_REPLICAS)
-        if self.routing not in POLICIES:
-            hint = nearest(self.routing, POLICIES)
-            reason = f"must be one of {', '.join(POLICIES)}, got '{{value}}'.{hint}"
-            raise UsageError(reason, field="routing", value=self.routing)
+        check_choice("routing", self.routing, POLICIES)
         if self.acceptance is not None and not 0 < self.acceptance < 1:
             reason = f"must be above 0 and below 1, got {self.acceptance}."
             raise UsageError(reason, field="acceptance")
@@ -95,16 +98,22 @@ class SimulationSetup(Frozen):
                 f"got {self.prefill_replicas}."
             )
             raise UsageError(reason, field="prefill_replicas", other=Field("replicas"))
-        if self.disaggregate not in DISAGGREGATE:
-            hint = nearest(self.disaggregate, DISAGGREGATE)
-            reason = f"must be one of {', '.join(DISAGGREGATE)}, got '{{value}}'.{hint}"
-            raise UsageError(reason, field="disaggregate", value=self.disaggregate)
+        check_choice("disaggregate", self.disaggregate, DISAGGREGATE)
         if not self.cache.prefix_cache:
             if self.prefill_replicas:
                 raise UsageError("needs the prefix cache.", field="prefill_replicas")
             if self.routing in PREFIX_POLICIES:
                 raise UsageError(f"{self.routing} needs the prefix cache.", field="routing")
         check_range(self, "link", high=1e18)
+        check_range(self, "page_cache_size", low=1, high=1e18)
+        check_range(self, "page_cache_speed", low=1, high=1e18)
+        if self.page_cache_size is not None and self.prefill_replicas:
+            other = Field("prefill_replicas")
+            raise UsageError(
+                "cannot be combined with {other}.", field="page_cache_size", other=other
+            )
+        if self.page_cache_size is not None and not self.cache.prefix_cache:
+            raise UsageError("needs the prefix cache.", field="page_cache_size")
 
     def prefill(self, cost: StepCost, size: CacheSize) -> PrefillSettings | None:
         """Return the settings of simulated disaggregation; None without prefill replicas.
@@ -127,6 +136,28 @@ class SimulationSetup(Frozen):
             bytes_per_s=link,
             state_bytes=state_bytes,
         )
+
+    def page_cache(self, size: CacheSize, roofline: Roofline) -> PageCacheSettings | None:
+        """Return the settings of the simulated page caches; None without them."""
+        if self.page_cache_size is None:
+            return None
+        program = self.model.program
+        page_bytes = (size.cache_bytes - size.num_states * program.state_bytes) // size.num_pages
+        return PageCacheSettings(
+            max_bytes=self.page_cache_size,
+            bytes_per_s=self.page_cache_speed,
+            page_bytes=page_bytes,
+            num_groups=len(program.cache_groups),
+            state_bytes=program.state_bytes,
+            token_budget=self.batch.token_budget,
+            seconds=lambda batch: roofline.totals(batch).seconds,
+        )
+
+    def prefill_s_per_token(self) -> float:
+        """Return the seconds that a prompt token takes, in a step filled with prompt tokens."""
+        roofline = Roofline(self.model, self.device, self.question, self.calibration)
+        num_tokens = self.batch.token_budget
+        return float(roofline.totals(BatchShape.prefill(num_tokens)).seconds) / num_tokens
 
     def size(self) -> CacheSize:
         """Return the context length and the number of KV pages of a simulated replica.
@@ -205,6 +236,7 @@ class Simulation(Frozen):
         refusal: number of the first refused request, and the reason; empty if there is none.
         logs: the times and counts of each request.
         decisions: number of placement decisions about prompts, by reason.
+        num_page_loads: number of requests for which pages came from a page cache.
         assumed: configuration fields that are missing, as in `Plan`.
     """
 
@@ -220,6 +252,7 @@ class Simulation(Frozen):
     refusal: str
     logs: tuple[RequestLog, ...]
     decisions: dict[str, int]
+    num_page_loads: int = 0
     assumed: tuple[str, ...] = ()
 
 
@@ -234,17 +267,17 @@ def simulate(
     """
     objectives = objectives or Objectives()
     question = setup.question
-    roofline = Roofline(setup.model, setup.device, question, setup.calibration)
-    clock, size, program = Clock(START_S), setup.size(), setup.model.program
-    cost = CostModel(program, setup.model.weight_bytes, FORMATS[size.kv_format]).per_step()
-    replicas = _replicas(setup, roofline, clock, size, cost)
+    builder = ReplicaBuilder(setup)
+    roofline = builder.roofline
+    replicas = [builder.build() for _ in range(setup.replicas)]
     fleet = SimulatedFleet(
         replicas,
         setup.routing,
-        clock=clock,
-        vocab_size=program.vocab_size,
+        clock=builder.clock,
+        vocab_size=setup.model.program.vocab_size,
         overhead_s=setup.overhead_s,
-        prefill=setup.prefill(cost, size),
+        prefill=setup.prefill(builder.cost, builder.size),
+        page_cache=setup.page_cache(builder.size, roofline),
     )
     with without_garbage_collection():
         fleet.run(load)
@@ -274,6 +307,7 @@ def simulate(
         refusal=refusal,
         logs=logs,
         decisions=fleet.decisions,
+        num_page_loads=fleet.num_page_loads,
         assumed=setup.model.assumed,
     )
 
@@ -284,44 +318,63 @@ def _cost(usd_per_hour: float | None, per_s: float | None, count: float) -> floa
     return usd_per_million_tokens(usd_per_hour, per_s) * count / 1e6
 
 
-def _replicas(
-    setup: SimulationSetup, roofline: Roofline, clock: Clock, size: CacheSize, cost: StepCost
-) -> list[SimulatedReplica]:
-    model, program = setup.model, setup.model.program
-    facts = BackendFacts(
-        name="simulated",
-        detail=setup.device.name,
-        num_threads=1,
-        num_pages=size.num_pages,
-        page_size=size.page_size,
-        windows=tuple([group.window for group in program.cache_groups]),
-        weight_bytes=model.all_bytes,
-        cache_bytes=size.cache_bytes,
-        num_states=size.num_states,
-    )
-    replicas = []
-    for _ in range(setup.replicas):
+class ReplicaBuilder:
+    """Builds the simulated replicas of a setup, which share a virtual clock.
+
+    Attributes:
+        clock: the virtual time.
+        roofline: the times of steps.
+        size: context length and KV cache of a replica.
+        cost: the work of steps.
+    """
+
+    def __init__(self, setup: SimulationSetup) -> None:
+        """Determine the size of a replica.
+
+        Raises:
+            MemoryLimitError: the model and its KV cache do not fit into the devices' memory.
+            UsageError: the device's memory is not known.
+        """
+        model = setup.model
+        self.clock = Clock(START_S)
+        self.roofline = Roofline(model, setup.device, setup.question, setup.calibration)
+        self.size = setup.size()
+        formats = FORMATS[self.size.kv_format]
+        self.cost = CostModel(model.program, model.weight_bytes, formats).per_step()
+        self._setup = setup
+        self._facts = BackendFacts(
+            name="simulated",
+            detail=setup.device.name,
+            num_threads=1,
+            num_pages=self.size.num_pages,
+            page_size=self.size.page_size,
+            windows=tuple([group.window for group in model.program.cache_groups]),
+            weight_bytes=model.all_bytes,
+            cache_bytes=self.size.cache_bytes,
+            num_states=self.size.num_states,
+        )
+
+    def build(self) -> SimulatedReplica:
+        """Return a replica without requests and with an empty cache."""
+        setup, clock, vocab_size = self._setup, self.clock, self._setup.model.program.vocab_size
         scheduler = build_scheduler(
-            setup.cache, setup.batch, size=size, facts=facts, clock=clock.read
+            setup.cache, setup.batch, size=self.size, facts=self._facts, clock=clock.read
         )
         speculator = None
         if setup.acceptance is not None:
             proposer = SimulatedProposer(
                 setup.acceptance,
                 setup.draft_cost,
-                roofline=roofline,
+                roofline=self.roofline,
                 clock=clock,
-                vocab_size=program.vocab_size,
+                vocab_size=vocab_size,
             )
-            speculator = make_speculator(proposer, cost, roofline, clock)
-        replicas.append(
-            SimulatedReplica(
-                scheduler,
-                roofline.totals,
-                clock=clock,
-                vocab_size=program.vocab_size,
-                page_size=size.page_size,
-                speculator=speculator,
-            )
+            speculator = make_speculator(proposer, self.cost, self.roofline, clock)
+        return SimulatedReplica(
+            scheduler,
+            self.roofline.totals,
+            clock=clock,
+            vocab_size=vocab_size,
+            page_size=self.size.page_size,
+            speculator=speculator,
         )
-    return replicas

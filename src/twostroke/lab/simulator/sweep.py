@@ -40,7 +40,7 @@ class LoadProbe(Frozen):
 class Sweep(Frozen):
     """The result of a search for the highest load that meets the latency objectives.
 
-    It has all simulated loads in the order of speed; `best` is the highest that met the objectives.
+    `probes` are all simulated loads by speed; `best` is the highest that met the objectives.
     """
 
     probes: tuple[LoadProbe, ...]
@@ -80,20 +80,15 @@ def sweep(
         UnreachableError: requests miss them at every speed.
     """
     check_objectives(objectives)
-    if not 0 < share <= 1:
-        raise UsageError(f"must be above 0 and at most 1, got {share}.", field="share")
     probes: list[LoadProbe] = []
 
-    def meets(speed: float) -> bool:
-        changed = load.changed(speed=speed)
-        simulation = simulate(setup, changed, objectives)
-        report = simulation.report
-        meets_objectives = (report.good_share or 0.0) >= share and not report.is_growing
-        probes.append(LoadProbe(speed, changed.rate, meets_objectives, simulation))
-        watch(probes[-1])
-        return meets_objectives
+    def watch_all(probe: LoadProbe) -> None:
+        probes.append(probe)
+        watch(probe)
 
-    low, high = _bracketing_speeds(meets)
+    low, high = search_loads(
+        setup, load, objectives, share=share, max_ratio=_MAX_SPEED_RATIO, watch=watch_all
+    )
     if low is None:
         report = probes[-1].simulation.report
         missed = ", ".join(_missed_objectives(report, objectives))
@@ -106,18 +101,48 @@ def sweep(
             "All requests meet the objectives even if they arrive at the same time: use more than "
             f"{len(load.arrivals):,}."
         )
-    while high / low > _MAX_SPEED_RATIO:
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if meets(middle) else (low, middle)
     probes.sort(key=lambda probe: probe.speed)
     return Sweep(tuple(probes), max((p for p in probes if p.meets), key=lambda p: p.speed))
 
 
-def check_objectives(objectives: Objectives) -> None:
-    """Raise UsageError if there are no objectives: a sweep needs one."""
+def search_loads(
+    setup: SimulationSetup,
+    load: Workload,
+    objectives: Objectives,
+    *,
+    share: float,
+    max_ratio: float,
+    watch: Callable[[LoadProbe], None],
+) -> tuple[float | None, float | None]:
+    """Return two speeds of a workload: `share` of the requests meet the objectives at the first.
+
+    At the second, which is at most `max_ratio` times the first, fewer do, or the queue grows. The
+    first is None if no speed meets the objectives, the second if no speed misses them. `watch` gets
+    each simulated load.
+    """
+    if not 0 < share <= 1:
+        raise UsageError(f"must be above 0 and at most 1, got {share}.", field="share")
+
+    def meets(speed: float) -> bool:
+        changed = load.changed(speed=speed)
+        simulation = simulate(setup, changed, objectives)
+        report = simulation.report
+        meets_objectives = (report.good_share or 0.0) >= share and not report.is_growing
+        watch(LoadProbe(speed, changed.rate, meets_objectives, simulation))
+        return meets_objectives
+
+    low, high = _bracketing_speeds(meets)
+    while low is not None and high is not None and high / low > max_ratio:
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if meets(middle) else (low, middle)
+    return low, high
+
+
+def check_objectives(objectives: Objectives, field: str = "sweep") -> None:
+    """Raise UsageError if there are no objectives, which the option `field` needs."""
     if not objectives:
         facts = {"ttft": Field("ttft_s"), "tpot": Field("tpot_s")}
-        raise UsageError("needs an objective: {ttft}, {tpot} or both.", field="sweep", **facts)
+        raise UsageError("needs an objective: {ttft}, {tpot} or both.", field=field, **facts)
 
 
 def _missed_objectives(report: RunReport, objectives: Objectives) -> Iterator[str]:

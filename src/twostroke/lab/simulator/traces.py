@@ -18,9 +18,9 @@ from twostroke.core import env
 from twostroke.core.errors import DownloadError, UsageError, nearest
 from twostroke.core.files import move_into_place, open_regular_file, read_regular_file
 from twostroke.core.frozen import Frozen
-from twostroke.core.recorded_trace import BLOCK_TOKENS, TRACE_VERSION
 from twostroke.lab.measure.requests import RequestLog  # noqa: TC001 - msgspec reads it
 from twostroke.lab.simulator.load import MAX_REQUESTS, RequestArrival, Workload, sorted_workload
+from twostroke.lab.simulator.recorded_traces import is_recorded_trace, read_recorded_trace
 from twostroke.model.hub.disk import file_sha256
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ _MOONCAKE: Final = (
 )
 _MAX_BYTES: Final = 1 << 30
 _BLOCK_TOKENS: Final = 512  # tokens of the block that a hash id identifies
-_HEADER_KEY: Final = "recorded_trace"
 _TIME_COLUMNS: Final = ("arrival_s", "at_s", "timestamp")
 _PROMPT_COLUMNS: Final = (
     "prompt_tokens",
@@ -46,74 +45,6 @@ _PROMPT_COLUMNS: Final = (
     "num_prompt",
 )
 _OUTPUT_COLUMNS: Final = ("output_tokens", "output_length", "generatedtokens", "num_output")
-
-
-class RecordedPrefixes:
-    """The shared beginnings of the prompts of a recorded trace; see `core/recorded_trace.py`.
-
-    It is false until the trace's first header is read.
-    """
-
-    def __init__(self) -> None:
-        """Begin before the first line of a trace."""
-        self._has_header = False
-        self._first_of_run = 0  # number of the first request after the last header
-        self._shared: list[tuple[int, int]] = []  # (number of an earlier request, shared blocks)
-
-    def __bool__(self) -> bool:
-        """Whether the file is a recorded trace."""
-        return self._has_header
-
-    def start_run(self, header: Mapping[str, Any]) -> None:
-        """Read the header before the requests of one run of a server.
-
-        Raises:
-            ValueError: another version wrote the trace.
-        """
-        if header[_HEADER_KEY] != TRACE_VERSION or header.get("block_tokens") != BLOCK_TOKENS:
-            raise ValueError("another version of Twostroke recorded this trace")
-        if not self._has_header and self._shared:
-            raise ValueError("a header must precede all requests")
-        self._has_header = True
-        self._first_of_run = len(self._shared)
-
-    def add(self, row: Mapping[str, Any], arrival: RequestArrival) -> None:
-        """Add the next request.
-
-        Raises:
-            ValueError: the line refers to a request that is not in the same run, or shares more
-                tokens than its prompt has.
-        """
-        number, shared = len(self._shared), row.get("shared")
-        earlier, num_tokens = number, 0
-        if shared is not None:
-            is_pair = isinstance(shared, list) and len(shared) == 2 and all(map(_is_id, shared))
-            if not is_pair or not 0 < shared[1] <= arrival.num_prompt:
-                raise ValueError(
-                    "shared must be two whole numbers: lines back, and tokens of the prompt"
-                )
-            earlier, num_tokens = number - shared[0], shared[1]
-            if not self._first_of_run <= earlier < number:
-                raise ValueError("shared refers to a line that is not there; the trace was cut")
-        self._shared.append((earlier, num_tokens // BLOCK_TOKENS))
-
-    def with_blocks(self, arrivals: list[RequestArrival]) -> list[RequestArrival]:
-        """Return the requests with equal blocks where their prompts share a beginning."""
-        # Only blocks that some later request shares need an id.
-        num_needed = [num_shared for _, num_shared in self._shared]
-        for earlier, num_shared in self._shared:
-            num_needed[earlier] = max(num_needed[earlier], num_shared)
-        blocks: list[tuple[int, ...]] = []
-        num_ids = 0
-        for number, (earlier, num_shared) in enumerate(self._shared):
-            shared_blocks = blocks[earlier][:num_shared] if earlier < number else ()
-            num_new = num_needed[number] - len(shared_blocks)
-            blocks.append((*shared_blocks, *range(num_ids, num_ids + num_new)))
-            num_ids += num_new
-        return [
-            replace(arrival, blocks=ids, block_size=BLOCK_TOKENS if ids else 0)
-            for arrival, ids in zip(arrivals, blocks, strict=True)
-        ]
 
 
 class PublishedTrace(Frozen):
@@ -150,9 +81,8 @@ def read_trace(name: str) -> Workload:
 
     A CSV file names its columns in the first line, and each JSON line names its values: a time
     (`arrival_s` in seconds; `timestamp` as a date, or in milliseconds in JSON), the numbers of
-    tokens of prompt and answer, and optionally `hash_ids` of the prompt's blocks. JSON lines may
-    also be a trace that `twostroke serve --record-trace` recorded. A `.json` file is a recorded
-    run.
+    tokens of prompt and answer, and optionally `hash_ids` of the prompt's blocks. A `.json` file is
+    a recorded run. A trace that `--record-trace` has recorded may have any name.
 
     Raises:
         UsageError: there is no such trace, or a line is not a request; the message names the
@@ -160,52 +90,52 @@ def read_trace(name: str) -> Workload:
         DownloadError: the trace cannot be fetched, or is damaged.
     """
     published = PUBLISHED_TRACES.get(name)
-    if published is not None:
-        path = _published_file(name, published)
-    else:
-        path = env.expand_home(name)
-        if path.suffix not in _SUFFIXES:
-            raise UsageError(
-                f"must be {', '.join(PUBLISHED_TRACES)}, or a file .csv, .jsonl or .json; "
-                f"got '{{value}}'."
-                f"{nearest(name, PUBLISHED_TRACES)}",
-                field="trace",
-                value=name,
-            )
+    path = env.expand_home(name) if published is None else _published_file(name, published)
+    if path.suffix not in _SUFFIXES and not path.is_file():
+        raise UsageError(
+            f"must be {', '.join(PUBLISHED_TRACES)}, or a file; got '{{value}}'."
+            f"{nearest(name, PUBLISHED_TRACES)}",
+            field="trace",
+            value=name,
+        )
     try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise UsageError(f"{path.name} is larger than 1 GiB: cut it.")
-        arrivals = _recorded_run(path) if path.suffix == ".json" else _lines(path)
+        load = _read_file(path)
     except OSError as error:
         raise UsageError(f"{path.name} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
         raise UsageError(f"{path.name} is not UTF-8 text.") from None
+    return load.named(path.name if published is None else name)
+
+
+def _read_file(path: Path) -> Workload:
+    if path.stat().st_size > _MAX_BYTES:
+        raise UsageError(f"{path.name} is larger than 1 GiB: cut it.")
+    if is_recorded_trace(path):
+        recorded = read_recorded_trace(path)
+        load = sorted_workload(path.name, recorded.arrivals(), recorded.notes)
+        return replace(load, settings=recorded.settings)
+    if path.suffix not in _SUFFIXES:
+        raise UsageError(
+            f"{path.name} is not a trace that --record-trace has recorded; other files must be "
+            f"{', '.join(_SUFFIXES)}."
+        )
+    arrivals = _recorded_run(path) if path.suffix == ".json" else _lines(path)
     if not arrivals:
         raise UsageError(f"{path.name} has no requests.")
-    return sorted_workload(name if published else path.name, arrivals)
+    return sorted_workload(path.name, arrivals)
 
 
 def _lines(path: Path) -> list[RequestArrival]:
     rows = _csv_rows(path) if path.suffix == ".csv" else _json_rows(path)
     arrivals: list[RequestArrival] = []
-    prefixes = RecordedPrefixes()
     for line, row in rows:
         if len(arrivals) == MAX_REQUESTS:
             raise UsageError(f"{path.name} has more than {MAX_REQUESTS:,} requests: cut it.")
         try:
-            if _HEADER_KEY in row:
-                prefixes.start_run(row)
-                continue
-            is_cancelled = bool(prefixes) and row.get("output_tokens") == 0
-            # Without any token, but the prompt may have been computed.
-            values = {**row, "output_tokens": 1} if is_cancelled else row
-            arrival = _arrival(values, is_json=path.suffix == ".jsonl")
-            if prefixes:
-                prefixes.add(row, arrival)
+            arrivals.append(_arrival(row, is_json=path.suffix == ".jsonl"))
         except ValueError as error:
             raise UsageError(f"{path.name}, line {line}: {error}.") from None
-        arrivals.append(arrival)
-    return prefixes.with_blocks(arrivals) if prefixes else arrivals
+    return arrivals
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -288,7 +218,7 @@ def _seconds(row: Mapping[str, Any], *, is_json: bool) -> float:
 
 
 def _value(row: Mapping[str, Any], names: tuple[str, ...]) -> tuple[str, Any]:
-    """Return the value of the first of several columns that a trace's row has, with its name."""
+    """Return the name and value of the first of several columns that a row of a trace has."""
     for name in names:
         if row.get(name) not in (None, ""):
             return name, row[name]

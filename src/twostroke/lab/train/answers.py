@@ -20,8 +20,9 @@ from twostroke.lab.train.prompts import TrainingPrompt, prompts
 from twostroke.lab.train.record import AnswerStore, RecordedAnswer, Recorder, load_answers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
+    from twostroke.core.sampling import SamplingParams
     from twostroke.engine.engine import Engine
     from twostroke.engine.generation import Generation
     from twostroke.engine.model_card import ModelCard
@@ -132,12 +133,8 @@ def _generate(
         for number, prompt in enumerate(training_prompts):
             if number < first:
                 continue
-            params = replace(
-                OPENAI_DEFAULTS,  # samples the whole distribution
-                max_tokens=_ANSWER_TOKENS,
-                temperature=_TEMPERATURES[number % len(_TEMPERATURES)],
-                seed=number,
-                ignore_eos=not prompt.is_chat,
+            params = answer_params(
+                prompt, number, max_tokens=_ANSWER_TOKENS, temperatures=_TEMPERATURES
             )
             tokens = encode_prompt(engine.card, prompt)
             tokens = tokens[-min(_PROMPT_TOKENS, engine.card.context_length // 2) :]
@@ -151,6 +148,22 @@ def _generate(
     finally:
         for generation in waiting:
             generation.cancel()
+
+
+def answer_params(
+    prompt: TrainingPrompt, number: int, *, max_tokens: int, temperatures: Sequence[float]
+) -> SamplingParams:
+    """Return the sampling parameters of the answer to training prompt `number`.
+
+    They sample from the whole distribution. Successive prompts get the temperatures in rotation.
+    """
+    return replace(
+        OPENAI_DEFAULTS,
+        max_tokens=max_tokens,
+        temperature=temperatures[number % len(temperatures)],
+        seed=number,
+        ignore_eos=not prompt.is_chat,
+    )
 
 
 def encode_prompt(card: ModelCard, prompt: TrainingPrompt) -> list[int]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from twostroke.core.env import install_command
 from twostroke.core.errors import UsageError
-from twostroke.core.frozen import Frozen
+from twostroke.core.frozen import Frozen, check_choice
 from twostroke.core.yaml_file import YamlFile
 from twostroke.model.families import ModelSpec, build_program
 from twostroke.model.families.heads import KINDS
@@ -65,8 +65,7 @@ class TrainOptions(LearnOptions):
     def __post_init__(self) -> None:
         """Raise UsageError, with the field, if an option of training heads is out of range."""
         super().__post_init__()
-        if self.kind not in KINDS:
-            raise UsageError(f"must be one of {', '.join(KINDS)}, got '{self.kind}'.", field="kind")
+        check_choice("kind", self.kind, KINDS)
         check_minimums(self, vocab_size=16, window=16, ffn_size=1)
         if not 1 <= self.depth <= MAX_DEPTH:
             raise UsageError(f"must be from 1 to {MAX_DEPTH}, got {self.depth}.", field="depth")

@@ -150,7 +150,7 @@ def _learner(
 def _about(identity: str, options: TrainOptions) -> dict[str, Any]:
     """Return a description of a training of draft heads, which is stored with its checkpoint.
 
-    A folder's training is continued only if it is equal.
+    A training is continued from a folder only if the description there is equal.
     """
     free = replace(options, data="self", num_tokens=1, minutes=1.0, learning_rate=1.0)
     return {"target_id": identity, **asdict(free)}

@@ -1,0 +1,118 @@
+"""How much better one setting is than another for a load, with the interval of chance."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from twostroke.core.frozen import Frozen
+from twostroke.lab.measure.requests import COMPLETED
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from twostroke.lab.measure.requests import Objectives
+    from twostroke.lab.simulator.simulation import Simulation
+
+MIN_SHARE_GAIN: Final = 0.005  # of the share of good requests; less is noise
+MIN_TAIL_GAIN: Final = 0.03  # of the 99th percentiles, if the shares are equal
+_INTERVAL_LEVEL: Final = 0.95
+_NUM_RESAMPLES: Final = 400
+_NUM_RUNS: Final = 20  # requests that follow each other wait in the same queue, so runs are drawn
+_SEED: Final = 0
+
+
+class Interval(Frozen):
+    """An expected value, and the 95% interval around it."""
+
+    expected: float
+    low: float
+    high: float
+
+
+class Gain(Frozen):
+    """The gain of a setting over another one.
+
+    Attributes:
+        share: the difference of the shares of requests that meet the objectives.
+        goodput: the ratio of these shares, less 1; None if no request meets them without the
+            setting.
+        tail: the ratio of the 99th percentiles of times over their objectives, less 1.
+    """
+
+    share: Interval
+    goodput: Interval | None
+    tail: Interval | None
+
+    @property
+    def is_beyond_noise(self) -> bool:
+        """Whether the low end is not worse, and more requests are expected to be good.
+
+        If as many are expected to be good, the tails must be shorter even at the other end.
+        """
+        if self.share.low < -MIN_SHARE_GAIN:
+            return False
+        if self.share.expected > MIN_SHARE_GAIN:
+            return True
+        return self.tail is not None and self.tail.high < -MIN_TAIL_GAIN
+
+    @property
+    def rank(self) -> tuple[float, float, float]:
+        """Settings with a larger rank are better: at the low end, or else on average."""
+        tail = 0.0 if self.tail is None else self.tail.high
+        low, expected = self.share.low, self.share.expected
+        return round(low / MIN_SHARE_GAIN), round(expected / MIN_SHARE_GAIN), -tail
+
+
+def objective_ratios(simulation: Simulation, objectives: Objectives) -> np.ndarray:
+    """Return the largest ratio of each request's latencies to their objectives: (requests,).
+
+    A request is good up to a ratio of 1. Requests that were not completed have infinity.
+    """
+    limits = {"ttft": objectives.ttft_s, "tpot": objectives.tpot_s}
+    ratios = np.full(len(simulation.logs), np.inf)
+    for index, log in enumerate(simulation.logs):
+        if log.outcome == COMPLETED:
+            latencies = log.latencies
+            ratios[index] = max(
+                (latencies[name] or 0.0) / limit
+                for name, limit in limits.items()
+                if limit is not None
+            )
+    return ratios
+
+
+def expected_gain(before: Sequence[np.ndarray], after: Sequence[np.ndarray]) -> Gain:
+    """Return the gain of a setting, from the requests of a load without it and with it.
+
+    Each array has the `objective_ratios` of the load on a machine of another speed; all speeds are
+    equally likely. Runs of requests are drawn again, the same without and with the setting.
+    """
+    rng = np.random.default_rng(_SEED)
+    num_requests = len(before[0])
+    run_length = math.ceil(num_requests / _NUM_RUNS)
+    num_runs = math.ceil(num_requests / run_length)
+    shares = np.empty((_NUM_RESAMPLES, 2))
+    tails = np.empty((_NUM_RESAMPLES, 2))
+    for number in range(_NUM_RESAMPLES):
+        speed = number % len(before)
+        starts = rng.integers(0, num_requests, num_runs)
+        drawn_requests = (starts[:, None] + np.arange(run_length)).ravel() % num_requests
+        for column, ratios in enumerate(
+            (before[speed][drawn_requests], after[speed][drawn_requests])
+        ):
+            shares[number, column] = np.mean(ratios <= 1)
+            tails[number, column] = np.quantile(ratios, 0.99, method="higher")
+    goodput = tail = None
+    if shares[:, 0].min() > 0:
+        goodput = _interval(shares[:, 1] / shares[:, 0] - 1)
+    if np.isfinite(tails).all():
+        tail = _interval(tails[:, 1] / np.maximum(tails[:, 0], 1e-12) - 1)
+    return Gain(_interval(shares[:, 1] - shares[:, 0]), goodput, tail)
+
+
+def _interval(resampled: np.ndarray) -> Interval:
+    low, high = np.quantile(resampled, ((1 - _INTERVAL_LEVEL) / 2, (1 + _INTERVAL_LEVEL) / 2))
+    return Interval(float(resampled.mean()), float(low), float(high))
