@@ -82,7 +82,7 @@ def test_only_models_with_recurrent_layers_render_other_conversations(
     for family, num_states, expected in (("qwen3", 0, 1), ("qwen3.5", 8, 3)):
         with tiny_client(tmp_path, tiny_of(family), num_states=num_states) as (client, _):
             num_rendered = 0
-            tokens, _, hints = encode_turn(client.card, messages, SamplingParams())
+            tokens, _, hints, _ = encode_turn(client.card, messages, SamplingParams())
             assert num_rendered == expected
             assert bool(hints.shared_lengths) == (expected > 1)
             assert all(0 < length <= len(tokens) for length in hints.shared_lengths)

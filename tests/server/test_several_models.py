@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
+from support.servers import wait_for
 from support.several_models import ModelServer, serving, write_models
 from twostroke.engine.kv_offload.folder import read_folder
 
@@ -105,7 +106,7 @@ def test_requests_without_an_engine_load_no_model(server: ModelServer) -> None:
 
 def test_requests_that_can_never_run_load_no_model(server: ModelServer) -> None:
     loads = server.count("model_loads_total")
-    [asleep] = [name for name, state in server.states().items() if state == "unloaded"]
+    asleep, *_ = [name for name, state in server.states().items() if state == "unloaded"]
     prompt = server.complete(asleep, prompt="a" * 9000)
     text = server.http.post("/v1/embeddings", json={"model": asleep, "input": "a" * 9000})
     for answer in (prompt, text):
@@ -198,7 +199,8 @@ def test_timeouts_and_clients_that_leave_while_a_model_loads(
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(server.complete, "c")
             server.wait_until("c", "loading")
-            [new] = [pid for pid in pids(server) if pid not in before]
+            wait_for(lambda: not set(pids(server)).issubset(before))
+            [new] = set(pids(server)).difference(before)
             os.kill(new, signal.SIGKILL)
             assert answer.result().status_code == 200
         assert "did not start" in server.log.read_text()

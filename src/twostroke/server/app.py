@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from twostroke.core.json_io import encode_json
+from twostroke.core.recorded_trace import ServerSettings
 from twostroke.core.request import BATCH_SERVICE_TIER
 from twostroke.engine.structured_output.schema.verify import Verifier
 from twostroke.server.auth.key_refresher import KeyRefresher
@@ -24,6 +25,7 @@ from twostroke.server.batch.service import BatchService
 from twostroke.server.body.attached_files import has_files, with_file_texts
 from twostroke.server.body.decode import LARGE_BODY_BYTES, BodyDecoder, misspelt_field_error
 from twostroke.server.body.field import Fact
+from twostroke.server.generation.answer_reuse import create_answer_reuse, reuse_rule
 from twostroke.server.generation.checks import AnswerChecks
 from twostroke.server.generation.job import (
     check_choices,
@@ -32,11 +34,12 @@ from twostroke.server.generation.job import (
     with_sender,
     with_spent_time,
 )
-from twostroke.server.generation.protocol import ResponseInfo
+from twostroke.server.generation.protocol import SSE, ResponseInfo
 from twostroke.server.generation.redraw import AnswerGuard
 from twostroke.server.generation.response_store import Journal, ResponseStore, Tenant
 from twostroke.server.generation.responses import EventStream, respond_whole
 from twostroke.server.generation.running import RunningAnswers, RunningEmbeddings, Submission
+from twostroke.server.generation.stream_records import StreamRecorder, StreamReplay
 from twostroke.server.http import errors
 from twostroke.server.http.fair_queue import Readers
 from twostroke.server.http.ignored import IgnoredFields, RemovedLines
@@ -46,11 +49,13 @@ from twostroke.server.http.origins import wants_page
 from twostroke.server.http.request_context import served_of
 from twostroke.server.http.responses import JsonInChunks, to_json, while_connected
 from twostroke.server.http.retry_after import RetryAfter, timeout_of, within_timeout
+from twostroke.server.http.router_messages import NO_RECORDS, RESUME_HEADER, split_body
 from twostroke.server.models.about import VERSION, AboutBody
 from twostroke.server.models.endpoints import model_routes
 from twostroke.server.models.registry import ModelRegistry
-from twostroke.server.observability.health import HealthReports
+from twostroke.server.observability.health import HealthReports, numerics_of
 from twostroke.server.observability.metrics import ServerMetrics
+from twostroke.server.observability.prompt_doctor import PromptDoctor, prompt_doctor_route
 from twostroke.server.observability.state import DashboardStates
 from twostroke.server.observability.trace_recorder import TraceRecorder
 from twostroke.server.observability.traces import Traces, exporter
@@ -81,6 +86,7 @@ if TYPE_CHECKING:
 
     from twostroke.backends.machine_limits import MachineLimits
     from twostroke.engine.process.served import ServedEngine
+    from twostroke.engine.resumption import AnswerProgress
     from twostroke.server.generation.job import EmbeddingJob, EncodedJob, Job
     from twostroke.server.generation.protocol import ApiProtocol, EmbeddingProtocol, UtilityEndpoint
     from twostroke.server.generation.responses import Started
@@ -97,6 +103,7 @@ if TYPE_CHECKING:
     NoteIgnored = Callable[[list[Ignored], ServedRequest], None]
 
 T = TypeVar("T")
+AnyJob = TypeVar("AnyJob", "Job", "EmbeddingJob")
 
 STATE_PATH: Final = "/api/state"
 
@@ -137,15 +144,15 @@ class Api:
             has_llama_metrics=options.llama_metrics,
         )
         self.names = self.models.names.served_names
-        self._states = DashboardStates(self.models, limits, self.metrics.goodput)
+        self._states = DashboardStates(
+            self.models, limits, self.metrics.goodput, has_prompt_doctor=options.prompt_doctor
+        )
         self._extensions = [make(engine, self.names[0], limits) for make in extensions]
-        self.observers: list[Observer] = []
-        if options.otlp_endpoint is not None:
-            self.observers.append(Traces(exporter(options.otlp_endpoint)))
-        if options.record_trace is not None:
-            self.observers.append(TraceRecorder(options.record_trace))
-        if options.access_log:
-            self.observers.append(AccessLog())  # after the traces, since it logs their ids
+        self._prompt_doctor: PromptDoctor | None = None
+        if options.prompt_doctor:
+            decode = partial(engine.card.tokenizer.decode, skip_special=False)
+            self._prompt_doctor = PromptDoctor(self.metrics.registry, decode)
+        self.observers = self._create_observers()
         self.site = Site()
         self.is_draining = False
         self._drained_by_s = math.inf
@@ -161,6 +168,7 @@ class Api:
         )
         journal = Journal(records) if records is not None else None
         self.response_store = ResponseStore(options.max_stored, options.max_stored_bytes, journal)
+        self.answer_reuse = create_answer_reuse(options, self.metrics.registry)
         self._background = BackgroundRuns()
         self.batches = BatchService(
             records, options.limits, max_running=self._num_free_slots, keys=options.api_keys
@@ -174,6 +182,25 @@ class Api:
             is_strict=options.is_strict,
             effective_names=CACHE_CONTROL_FIELDS if engine.facts.keeps_pages else (),
         )
+
+    def _create_observers(self) -> list[Observer]:
+        """Return the observers of requests for which the options ask."""
+        options = self.options
+        observers: list[Observer] = []
+        if options.otlp_endpoint is not None:
+            observers.append(Traces(exporter(options.otlp_endpoint)))
+        if options.record_trace is not None:
+            observers.append(TraceRecorder(options.record_trace, self._settings))
+        if self._prompt_doctor is not None:
+            observers.append(self._prompt_doctor)
+        if options.access_log:
+            observers.append(AccessLog())  # after the traces, since it logs their ids
+        return observers
+
+    def _settings(self) -> ServerSettings:
+        """Return the settings of the engine now, for a recorded trace."""
+        config = self.engine.facts.config
+        return ServerSettings(config.token_budget, config.max_running)
 
     def routes(self) -> list[Route]:
         """Return the routes of all HTTP endpoints of the server."""
@@ -215,6 +242,7 @@ class Api:
                 for extension in self._extensions
                 for route in extension.routes(self.options, self._ignored.note)
             ),
+            prompt_doctor_route(self._prompt_doctor, self.engine),
             *model_routes(self.models),
             *ollama_routes(self.models),
         ]
@@ -362,10 +390,12 @@ class Api:
             if isinstance(prepared, Response):
                 return prepared
             job, encoded, name, model = prepared
+            recorder = _recorder(request, job, protocol)
+            replay = recorder.replay if recorder is not None else None
             context.reserve(encoded.max_total_tokens(model.card.context_length))
             info = ResponseInfo(
-                id=protocol.prefix + secrets.token_hex(16),
-                created_s=int(time.time()),
+                id=replay.origin.response_id if replay else protocol.prefix + secrets.token_hex(16),
+                created_s=replay.origin.created_s if replay else int(time.time()),
                 model=name,
                 job=job,
                 prompts=encoded.prompts,
@@ -376,7 +406,7 @@ class Api:
             encoder = protocol.encoder(info)
             context.model = name
             context.response_id = info.id
-            start = partial(self._start, request, info, encoded, model)
+            start = partial(self._start, request, info, encoded, model=model, recorder=recorder)
             if job.in_background:
                 assert isinstance(encoder, ResponsesEncoder)
                 return BackgroundResponse(
@@ -387,7 +417,7 @@ class Api:
                     is_streamed=job.stream,
                 )
             if job.stream:
-                return EventStream(start, encoder, self.options, protocol.framing)
+                return EventStream(start, encoder, self.options, protocol.framing, recorder)
             return await respond_whole(request, await start(), encoder, self._readers)
 
         return generate
@@ -410,6 +440,8 @@ class Api:
             ContextLengthError: a prompt has more tokens than the context.
         """
         context = served_of(request.scope)
+        context.resume_header = self._resume_header(request)
+        body, context.stream_records = split_body(body, context.resume_header)
         fields, ignored = decoder.decode(body)
         context.field_names = protocol.field_names(fields)
         self._ignored.note(ignored, context)
@@ -425,6 +457,7 @@ class Api:
         check_background(job, context)
         cuts_limit = not self.options.strict_limits
         job = replace(job, caller=replace(job.caller, cuts_limit=cuts_limit))
+        job = _routed(job, request)
         job = with_sender(job, context, self.metrics.goodput)
         job = replace(job, params=model.card.sampling.fill(job.params, job.default_params))
         encoded = job.encode(
@@ -437,12 +470,17 @@ class Api:
         return job, encoded, name, model
 
     async def _start(
-        self, request: Request, info: ResponseInfo, encoded: EncodedJob, model: ServedModel
+        self,
+        request: Request,
+        info: ResponseInfo,
+        encoded: EncodedJob,
+        model: ServedModel,
+        recorder: StreamRecorder | None,
     ) -> Started:
         """Compile the grammar of a request's answer format, and queue the request in the engine.
 
-        Returns the running answers, with their event reader and the guard that checks them against
-        schemas.
+        The `recorder` records the stream for a router, if there is one. Returns the running
+        answers, with their event reader and the guard that checks them against schemas.
 
         Raises:
             RequestError: the format cannot be compiled, or a prompt can never fit.
@@ -460,17 +498,33 @@ class Api:
                     else:
                         await while_connected(request.receive, work)
             guard = None
+            progress: tuple[AnswerProgress, ...] = ()
+            if recorder is not None:
+                recorder.begin(info, encoded, numerics_of(model.engine))
+                progress = recorder.progress(job.num_choices)
             if encoded.unenforced_keywords:
                 encoded.fix_seed()
                 guard = AnswerGuard(self._checks, info, encoded, context)
+            job = with_spent_time(job, context)
+            submit = partial(
+                self.answer_reuse.generate,
+                model.engine,
+                job,
+                encoded,
+                rule=reuse_rule(request.scope["headers"]),
+                progress=progress,
+            )
             answers = await RunningAnswers.start(
                 model.engine,
-                with_spent_time(job, context),
+                job,
                 encoded=encoded,
                 metrics=self.metrics,
                 running=self._open_requests,
+                submit=submit,
+                recorder=recorder,
             )
             context.running = answers
+            context.answer_source = lambda: answers.source.value
         return answers, info.reader(), guard
 
     def _embedding(self, protocol: EmbeddingProtocol[Any]) -> Callable[[Request], Any]:
@@ -489,7 +543,7 @@ class Api:
             if (empty := protocol.empty_response(fields, name)) is not None:
                 return to_json(empty)
             job = protocol.read(fields, self._tenant(request))
-            job = with_sender(job, context, self.metrics.goodput)
+            job = with_sender(_routed(job, request), context, self.metrics.goodput)
             check_texts(job, limits.max_inputs)
             texts = job.encode(model.card)
             check_vectors(job, texts, model.card, limits.max_vector_values)
@@ -593,9 +647,38 @@ class Api:
         """
         return self.engine.facts.config.max_running + _NUM_QUEUED_BATCH_REQUESTS - self.num_running
 
+    def _resume_header(self, request: Request) -> str:
+        """Return the header by which a router asks for records; empty if it is not trusted.
+
+        A server with keys trusts only senders that have a router's key: records say how much of an
+        answer exists, so other clients could skip the queue with their own.
+        """
+        is_trusted = served_of(request.scope).is_from_router or not self.options.has_keys
+        return request.headers.get(RESUME_HEADER.decode(), "") if is_trusted else ""
+
     def _tenant(self, request: Request) -> Tenant:
         """Return the tenant that sent a request, according to the request's API key."""
         return Tenant(served_of(request.scope).tenant, self.response_store)
+
+
+def _routed(job: AnyJob, request: Request) -> AnyJob:
+    """Return a job that fails at once if the engine dies, if a router then sends it elsewhere."""
+    if not served_of(request.scope).resume_header:
+        return job
+    return replace(job, caller=replace(job.caller, continues_elsewhere=True))
+
+
+def _recorder(request: Request, job: Job, protocol: ApiProtocol[Any]) -> StreamRecorder | None:
+    """Return a recorder for a stream if a router asks for records; None otherwise.
+
+    Raises:
+        RequestError: the records of an earlier part of the stream are damaged.
+    """
+    header = served_of(request.scope).resume_header
+    if header in {"", NO_RECORDS.decode()} or not job.stream or job.in_background:
+        return None
+    replay = StreamReplay.of(served_of(request.scope).stream_records)
+    return StreamRecorder(b"\n\n" if protocol.framing is SSE else b"\n", replay)
 
 
 async def _compile_constraint(compiler: GrammarCompiler, encoded: EncodedJob, tenant: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final
 
 from msgspec import field
@@ -27,6 +28,7 @@ class HttpOptions(OptionStruct):
 
     Attributes:
         api_keys: the valid API keys and their tenants; None needs no key.
+        record_trace: the file to which a trace of the requests is recorded; None records none.
         limits: limits for the size and number of one client's requests.
     """
 
@@ -89,6 +91,18 @@ class HttpOptions(OptionStruct):
             help="Log a line for each request, to the logger twostroke.access.",
         ),
     ] = False
+    record_trace: Annotated[
+        Path | None,
+        Option(
+            "--record-trace",
+            section="Observing",
+            form="path",
+            metavar="FILE",
+            default="none is recorded",
+            help="Append times, token counts and shared beginnings of requests to FILE, without "
+            "any text; `simulate --trace FILE` replays them.",
+        ),
+    ] = None
     limits: RequestLimits = field(default_factory=_default_limits)
 
     def __post_init__(self) -> None:

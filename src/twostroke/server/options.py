@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Final
 
 from twostroke.core.errors import UsageError
 from twostroke.core.frozen import Frozen
 from twostroke.core.option_schema import Option
 from twostroke.core.sampling import MAX_TOKENS
+from twostroke.engine.resumption import DEFAULT_ATTEMPTS, DEFAULT_WAIT_S
 from twostroke.server.http_options import HttpOptions
 
 MAX_STORED_RESPONSES: Final = 1_000_000
+MAX_RESUME_ATTEMPTS: Final = 100
+MAX_RESUME_WAIT_S: Final = 86_400.0
+MAX_TTL_S: Final = 30 * 86_400.0
 
 
 class Objective(Frozen):
@@ -36,14 +39,18 @@ class ServeOptions(HttpOptions):
             for the model's own name.
         keep_alive_s: the interval in seconds at which an idle stream sends a comment, so that
             proxies keep the connection open.
+        resume_attempts: how often a request continues after deaths of the engine process.
+        resume_wait_s: how many seconds such a request waits for the next engine process.
         splits_reasoning: whether reasoning is separated from the text of answers.
         reasoning_budget: the most tokens of reasoning, for chat requests that set no budget.
         parses_special: whether texts such as `<s>` in raw prompts become special tokens, unless
             a request sets `parse_special`.
         max_stored: how many responses of /v1/responses are stored; 0 stores none.
         max_stored_bytes: the maximum total size of the stored responses.
+        coalesces: whether equal requests in flight are computed once.
+        answer_cache_bytes: the memory for answers that equal requests get; 0 keeps none.
+        answer_cache_ttl_s: seconds for which such answers are kept.
         objectives: latency goals, shown in metrics and on the dashboard.
-        record_trace: the file to which a trace of the requests is recorded; None records none.
         otlp_endpoint: the URL to which traces are sent, by OTLP over HTTP; None sends none.
     """
 
@@ -55,7 +62,36 @@ class ServeOptions(HttpOptions):
             help="Name of the model for clients; repeatable.",
         ),
     ] = ()
+    drain_notice: Annotated[
+        str | None,
+        Option(
+            "--drain-notice",
+            metavar="SOURCE",
+            default="none",
+            help="Stop as after SIGTERM when this spot machine gets notice of its end: aws, gcp, "
+            "azure, a URL, or a FILE that appears then.",
+        ),
+    ] = None
     keep_alive_s: float = 15.0
+    resume_attempts: Annotated[
+        int,
+        Option(
+            "--resume-attempts",
+            low=0,
+            high=MAX_RESUME_ATTEMPTS,
+            help="How often a request continues after the engine that computed it has died; 0: it "
+            "fails at once.",
+        ),
+    ] = DEFAULT_ATTEMPTS
+    resume_wait_s: Annotated[
+        float,
+        Option(
+            "--resume-wait",
+            low=0,
+            high=MAX_RESUME_WAIT_S,
+            help="Seconds, at most a day, that such a request waits until an engine runs again.",
+        ),
+    ] = DEFAULT_WAIT_S
     any_model: Annotated[
         bool,
         Option(
@@ -123,6 +159,35 @@ class ServeOptions(HttpOptions):
         ),
     ] = 10_000
     max_stored_bytes: int = 64 * 1024 * 1024
+    coalesces: Annotated[
+        bool,
+        Option(
+            "--coalesce/--no-coalesce",
+            help="Compute equal requests that are in flight at the same time once, if they have "
+            "temperature 0 or a seed.",
+        ),
+    ] = True
+    answer_cache_bytes: Annotated[
+        int,
+        Option(
+            "--answer-cache",
+            form="size",
+            low=0,
+            default="none are kept",
+            help="Memory for finished answers, such as 64MB, which equal requests get without "
+            "computing if they have temperature 0 or a seed. Tenants do not share answers.",
+        ),
+    ] = 0
+    answer_cache_ttl_s: Annotated[
+        float,
+        Option(
+            "--answer-cache-ttl",
+            low=1,
+            high=MAX_TTL_S,
+            metavar="S",
+            help="Seconds for which finished answers are kept.",
+        ),
+    ] = 3600.0
     objectives: Annotated[
         tuple[Objective, ...],
         Option(
@@ -133,18 +198,15 @@ class ServeOptions(HttpOptions):
             "or for all; repeatable.",
         ),
     ] = ()
-    record_trace: Annotated[
-        Path | None,
+    prompt_doctor: Annotated[
+        bool,
         Option(
-            "--record-trace",
+            "--prompt-doctor",
             section="Observing",
-            form="path",
-            metavar="FILE",
-            default="none is recorded",
-            help="Append times, token counts and shared beginnings of requests to FILE, without "
-            "any text; `simulate --trace FILE` replays them.",
+            help="Compare each prompt with earlier prompts of its tenant; /api/prompts and "
+            "`doctor prompts URL` show where they part.",
         ),
-    ] = None
+    ] = False
     otlp_endpoint: Annotated[
         str | None,
         Option(

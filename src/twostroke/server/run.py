@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from twostroke.server.app import Api
+from twostroke.server.http.drain_notice import DrainNotice
 from twostroke.server.http.server import bind, run
 from twostroke.server.middleware import build_app
 from twostroke.server.options import ServeOptions
@@ -33,10 +34,10 @@ def serve(  # noqa: PLR0913 - the parts of a server
 ) -> int:
     """Run the HTTP server of an engine until a signal stops it; return the process's exit code.
 
-    After SIGINT or SIGTERM, the server refuses new requests with status 503, which `GET /health`
-    also returns, and running requests have `options.drain_s` seconds to finish. After that time, or
-    at a second signal, they are cut off with an error. The exit code is 0 if all requests finished,
-    1 if some were cut off. The caller closes the engine.
+    After SIGINT, SIGTERM or a notice (`options.drain_notice`), the server refuses new requests with
+    status 503, which `GET /health` also returns, and running requests have `options.drain_s`
+    seconds to finish. After that time, or at a second signal, they are cut off with an error. The
+    exit code is 0 if all requests finished, 1 if some were cut off. The caller closes the engine.
 
     Args:
         engine: the engine to serve, or a `ModelPool` of several.
@@ -51,12 +52,20 @@ def serve(  # noqa: PLR0913 - the parts of a server
         extensions: functions that make further endpoints.
 
     Raises:
-        UsageError: the port is out of range.
+        UsageError: the port is out of range, or the drain notice cannot be read.
         PortInUseError: the address cannot be bound.
     """
     options = options or ServeOptions()
+    notice = None if options.drain_notice is None else DrainNotice(options.drain_notice)
     listener = listener or bind(options.host, options.port)
     api = Api(engine, options, limits, records=records, extensions=extensions)
     return asyncio.run(
-        run(build_app(api), api, listener=listener, on_ready=on_ready, on_stop=on_stop)
+        run(
+            build_app(api),
+            api,
+            listener=listener,
+            on_ready=on_ready,
+            on_stop=on_stop,
+            notice=notice,
+        )
     )

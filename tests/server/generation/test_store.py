@@ -41,6 +41,17 @@ def test_tenants_are_isolated() -> None:
     assert other.find("a") is theirs
 
 
+def test_an_answer_with_the_same_id_is_replaced() -> None:
+    store = ResponseStore(10, 10_000)
+    other, mine = Tenant("other", store), Tenant("me", store)
+    other.put(theirs := stored_response("b", size=2000))
+    for _ in range(10):
+        mine.put(newest := stored_response("a", size=2000))
+    assert mine.find("a") is mine.find_item("item-a") is newest
+    assert other.find("b") is theirs
+    assert store.num_bytes == newest.num_bytes + theirs.num_bytes
+
+
 def test_oldest_is_evicted_over_the_count() -> None:
     store = ResponseStore(3, 10**6)
     for name in "abcde":

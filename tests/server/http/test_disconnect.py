@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -15,6 +16,7 @@ from support.tiny import Tiny
 from twostroke.core.request import Hints
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.process.served import LocalEngine
+from twostroke.server.generation.answer_reuse import ReuseRule, create_answer_reuse
 from twostroke.server.generation.job import EncodedJob, Job
 from twostroke.server.generation.protocol import ResponseInfo
 from twostroke.server.generation.responses import EventStream
@@ -155,7 +157,13 @@ def test_comment_that_is_not_read_does_not_hold_up_the_end(tmp_path: Path) -> No
             metrics = ServerMetrics(ModelRegistry(engine, options))
 
             async def start() -> Started:
-                answers = await RunningAnswers.start(engine, job, encoded, metrics, set())
+                submit = partial(
+                    create_answer_reuse(options, metrics.registry).generate,
+                    *(engine, job, encoded, ReuseRule()),
+                )
+                answers = await RunningAnswers.start(
+                    engine, job, encoded=encoded, metrics=metrics, running=set(), submit=submit
+                )
                 return answers, reply.reader(), None
 
             stream = EventStream(start, CompletionEncoder(reply), options)

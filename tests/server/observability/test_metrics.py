@@ -22,6 +22,7 @@ from twostroke.engine.disaggregation_stats import (
     PrefillEngineStats,
     PrefillSideStats,
 )
+from twostroke.server.generation.answer_reuse import create_answer_reuse
 from twostroke.server.http.ignored import IgnoredFields, RemovedLines
 from twostroke.server.observability.metrics import ServerMetrics
 from twostroke.server.options import Objective, ServeOptions
@@ -244,6 +245,7 @@ def _families(server: LiveServer) -> list[Any]:
     metrics = ServerMetrics(server.api.models, MachineLimits("portable", 1, 10**6), _EVERYTHING)
     metrics.responses.labels("/v1/models", "200").inc()
     RemovedLines(metrics.registry)
+    create_answer_reuse(server.api.options, metrics.registry)
     ignored = IgnoredFields(metrics.registry, is_strict=False)
     ignored._counter.labels("store").inc()
     metrics.checks.labels("valid").inc()

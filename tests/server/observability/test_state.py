@@ -144,7 +144,14 @@ def test_state_has_utilization_and_limits(server: LiveServer) -> None:
     server.chat(max_tokens=5, ignore_eos=True)
     time.sleep(1.1)
     limits = MachineLimits("portable", 1, 10**6)
-    described = DashboardState(server.api.models, server.api.engine, limits, Goodput([]), ["tiny"])
+    described = DashboardState(
+        server.api.models,
+        server.api.engine,
+        limits,
+        Goodput([]),
+        ["tiny"],
+        has_prompt_doctor=False,
+    )
     state = json.loads(asyncio.run(described.body("ready")))
     hardware, decode = state["hardware"], state["window"]["60"]["strokes"]["decode"]
     assert hardware["cores"] == 1

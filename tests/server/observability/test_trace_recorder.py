@@ -13,11 +13,13 @@ from support.servers import live_server, wait_for
 from twostroke.core.errors import UsageError
 from twostroke.core.recorded_trace import BLOCK_TOKENS, SharedPrefixes
 from twostroke.lab.simulator import read_trace
-from twostroke.server.observability import trace_recorder
-from twostroke.server.observability.trace_recorder import TraceRecorder, check_trace_file
+from twostroke.server.observability.trace_recorder import TraceRecorder
 from twostroke.server.options import ServeOptions
+from twostroke.server.storage import trace_file
+from twostroke.server.storage.trace_file import check_trace_file
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 _PROMPT = list(range(5, 5 + 3 * BLOCK_TOKENS))
@@ -38,6 +40,9 @@ def test_an_answer_is_a_line_of_times_and_lengths(tmp_path: Path) -> None:
         response = server.chat(max_tokens=4, ignore_eos=True, service_tier="priority")
         header, line = _wait_for_lines(trace, 2)
     usage = response.json()["usage"]
+    assert header.pop("continues") is False
+    settings = header.pop("settings")
+    assert settings == {"token_budget": 512, "max_running": 256}
     assert header == {"recorded_trace": 1, "block_tokens": BLOCK_TOKENS}
     assert line["prompt_tokens"] == usage["prompt_tokens"]
     assert line["output_tokens"] == 4
@@ -118,7 +123,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_server(
         def write_a_part(descriptor: int, text: bytes) -> int:
             return real_write(descriptor, text[:10] if b"arrival_s" in text else text)
 
-        monkeypatch.setattr(trace_recorder.os, "write", write_a_part)
+        monkeypatch.setattr(trace_file.os, "write", write_a_part)
         with caplog.at_level(logging.WARNING):
             for _ in range(2):
                 assert server.chat(max_tokens=2).status_code == 200
@@ -150,25 +155,31 @@ def test_two_servers_cannot_record_to_one_file(tmp_path: Path) -> None:
     check_trace_file(trace)
 
 
+def _shared(
+    prefixes: SharedPrefixes, prompt: Sequence[int], tenant: str = ""
+) -> tuple[int, int] | None:
+    return prefixes.add(prefixes.hashes(tenant, prompt))
+
+
 def test_the_longest_shared_beginning_is_found() -> None:
     prefixes = SharedPrefixes()
-    assert prefixes.add("", _PROMPT) is None
-    assert prefixes.add("", [*_PROMPT[: BLOCK_TOKENS + 3], 1, *_PROMPT]) == (1, BLOCK_TOKENS)
-    assert prefixes.add("", [*_PROMPT, 7]) == (2, 3 * BLOCK_TOKENS)
-    assert prefixes.add("", _PROMPT[: BLOCK_TOKENS - 1]) is None
-    assert prefixes.add("", [0, *_PROMPT]) is None
+    assert _shared(prefixes, _PROMPT) is None
+    assert _shared(prefixes, [*_PROMPT[: BLOCK_TOKENS + 3], 1, *_PROMPT]) == (1, BLOCK_TOKENS)
+    assert _shared(prefixes, [*_PROMPT, 7]) == (2, 3 * BLOCK_TOKENS)
+    assert _shared(prefixes, _PROMPT[: BLOCK_TOKENS - 1]) is None
+    assert _shared(prefixes, [0, *_PROMPT]) is None
 
 
 def test_tenants_share_no_beginnings() -> None:
     prefixes = SharedPrefixes()
-    prefixes.add("one", _PROMPT)
-    assert prefixes.add("two", _PROMPT) is None
-    assert prefixes.add("one", _PROMPT) == (2, 3 * BLOCK_TOKENS)
+    _shared(prefixes, _PROMPT, "one")
+    assert _shared(prefixes, _PROMPT, "two") is None
+    assert _shared(prefixes, _PROMPT, "one") == (2, 3 * BLOCK_TOKENS)
 
 
 def test_only_recent_blocks_are_remembered() -> None:
     prefixes = SharedPrefixes(max_recent_blocks=4)
-    prefixes.add("", _PROMPT)
+    _shared(prefixes, _PROMPT)
     for start in range(1000, 1000 + 40 * BLOCK_TOKENS, BLOCK_TOKENS):
-        prefixes.add("", list(range(start, start + BLOCK_TOKENS)))
-    assert prefixes.add("", _PROMPT) is None
+        _shared(prefixes, list(range(start, start + BLOCK_TOKENS)))
+    assert _shared(prefixes, _PROMPT) is None

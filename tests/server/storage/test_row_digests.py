@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from twostroke.server.auth import costs, usage
 from twostroke.server.auth import stored_keys as keys
-from twostroke.server.auth import usage
+from twostroke.server.auth.costs import CostOwner
 from twostroke.server.auth.usage import Owner
 from twostroke.server.batch import files
 from twostroke.server.batch import stored_batches as batches
@@ -56,9 +57,11 @@ def fill(folder: Path) -> None:
             batches.insert_result(db, "word", 1, b"word", is_ok=True)
             key, _ = keys.add(db, "word", "word")
             keys.change(db, key, weight=2.0)
-            owner = Owner("2026-01-01", "word", "word", "word", is_batch=False)
+            user = Owner("2026-01-01", "word", "word", "word", is_batch=False)
             for _ in range(2):
-                usage.add(db, {owner: [1, 2, 3, 4]})
+                usage.add(db, {user: [1, 2, 3, 4]})
+                owner = CostOwner("2026-01-01", "word", "word", "USD")
+                costs.add(db, {owner: [1, 2, 3, 4, 5, 6, 7]})
             values = ("word", "word", 5, b"word")
             insert = "INSERT INTO uploads (id, tenant, expires_at, body, row_digest) VALUES "
             db.execute(f"{insert} (?, ?, ?, ?, ?)", (*values, row_digest(values)))

@@ -29,7 +29,8 @@ _PAGE_FILES_PREFIX: Final = "/page/"
 # A router sends a tenant's name, its weight, and its service tiers if not all are allowed.
 TENANT_HEADER: Final = b"x-twostroke-tenant"
 _NO_KEY_SOURCE: Final = (
-    "--require-keys needs a place where keys are: --api-keys, TWOSTROKE_API_KEY or --records."
+    "--require-keys needs a place where keys are: --api-keys, TWOSTROKE_API_KEY, --records or, for "
+    "a router, --store."
 )
 _KEYS_LOST: Final = (
     "{folder} has had API keys, and its database has none: it was lost or replaced, and everybody "
@@ -85,6 +86,7 @@ class ApiKeys:
         router: str | None = None,
         *,
         asks: bool = False,
+        shared: Iterable[Key] | None = None,
     ) -> Self | None:
         """Load the API keys of a server from a file, an environment variable and a database.
 
@@ -100,13 +102,15 @@ class ApiKeys:
             records: the folder of the database, `--records`.
             router: the key of a router.
             asks: whether requests need a key even if there are no keys.
+            shared: the keys in the store that routers share, `--store`; None without a store.
 
         Raises:
             UsageError: the file cannot be read, a line is not valid, or `asks` is set without a
                 source of keys. Messages never contain keys.
             RecordsError: the folder's database cannot be read, or has lost its keys.
         """
-        if path is None and key is None and records is None and router is None:
+        sources = (path, key, records, router, shared)
+        if all(source is None for source in sources):
             if asks:
                 raise UsageError(_NO_KEY_SOURCE)
             return None
@@ -118,6 +122,8 @@ class ApiKeys:
         keys = cls(tenants_by_key, asks=asks)
         if router is not None:
             keys.set_router_key(router)
+        if shared is not None:
+            keys.replace_stored(shared)
         if records is not None:
             with open_database(records) as db:
                 keys.replace_stored(key for key, _ in all_keys(db))
@@ -182,9 +188,23 @@ class ApiKeys:
         needs_no_key = not self._keys_by_digest and (bool(self._router_digest) or not self._asks)
         return needs_no_key or any(key.state == "valid" for key in tenant_keys)
 
+    def has_tenant(self, tenant: str) -> bool:
+        """Return whether any API key, valid or not, belongs to a tenant."""
+        return tenant in self._by_tenant
+
     def with_id(self, id_: str) -> Key | None:
         """Return the database's API key with an id, valid or not; None if the id is unknown."""
         return self._stored_by_id.get(id_)
+
+    @property
+    def fixed(self) -> list[tuple[str, str]]:
+        """The tenants and digests of the keys of the file and of the environment, in order."""
+        return sorted((key.tenant, key.digest) for key in self._file_keys.values())
+
+    @property
+    def stored(self) -> list[Key]:
+        """The keys that were read from the database or the store, valid or not."""
+        return list(self._stored_by_id.values())
 
     def take_uses(self) -> dict[str, int]:
         """Return the API keys used since the last call, to store the times of their last use.

@@ -15,7 +15,7 @@ from twostroke.server.http.request_context import served_of
 from twostroke.server.http.retry_after import whole_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -65,6 +65,10 @@ class Bucket:
         missing = amount - self.level(now_s)
         return missing * _MINUTE_S / self.per_minute if missing > _LEVEL_TOLERANCE else 0.0
 
+    def set_level(self, level: float, now_s: float) -> None:
+        """Set the bucket's level, as a store that several routers share reports it."""
+        self._level, self._updated_s = level, now_s
+
     def resize(self, per_minute: int, now_s: float) -> None:
         """Change the limit per minute.
 
@@ -80,14 +84,20 @@ class KeyLimiter:
 
     Before a request is computed it takes the maximum number of tokens that it may use, and gives
     the unused tokens back at its end. So only the last started request can exceed the limit.
+
+    Attributes:
+        buckets: the limits per minute by name, "requests" and "tokens".
+        num_open: requests that have not ended.
+        num_held: tokens that these requests have taken.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """Create a limiter without limits; `clock` returns monotonic seconds."""
         self._clock = clock
         self.buckets: dict[str, Bucket] = {}
+        self.num_open = 0
+        self.num_held = 0
         self._parallel: int | None = None
-        self._num_open = 0
         self._mean_s = 1.0  # moving average of request times
 
     def set(self, limits: KeyLimits) -> None:
@@ -114,10 +124,14 @@ class KeyLimiter:
         """
         if (refusal := self.shortage("requests", "tokens")) is not None:
             return refusal
-        if self._parallel is not None and self._num_open >= self._parallel:
-            limit = counted_noun(self._parallel, "request", form=",")
-            return f"this key may run {limit} at the same time", self._mean_s
+        if self._parallel is not None and self.num_open >= self._parallel:
+            return self.parallel_refusal()
         return None
+
+    def parallel_refusal(self) -> Refusal:
+        """Return the refusal of a request, because as many requests as the key may run are open."""
+        limit = counted_noun(self._parallel or 0, "request", form=",")
+        return f"this key may run {limit} at the same time", self._mean_s
 
     def shortage(self, *names: str) -> Refusal | None:
         """Return a refusal if one of the named buckets is empty; None if no bucket is empty.
@@ -129,26 +143,59 @@ class KeyLimiter:
         empty = [name for name in names if waits.get(name, 0) > 0]
         if not empty:
             return None
-        name = max(empty, key=waits.__getitem__)
-        limit = counted_noun(self.buckets[name].per_minute, _NOUNS[name], form=",")
-        return f"this key may use {limit} a minute", max(waits.values())
+        return self.empty_refusal(max(empty, key=waits.__getitem__))
+
+    def empty_refusal(self, name: str) -> Refusal:
+        """Return the refusal of a request because the named bucket is empty."""
+        bucket = self.buckets.get(name)
+        if bucket is None:  # the limits have changed since
+            return "the limits of this key have just changed", 1.0
+        now_s = self._clock()
+        limit = counted_noun(bucket.per_minute, _NOUNS[name], form=",")
+        waits = [other.wait_s(1, now_s) for other in self.buckets.values()]
+        return f"this key may use {limit} a minute", max(waits)
 
     def begin(self) -> Spending:
         """Count a request that starts; call this only if `refusal` returned None."""
-        self._num_open += 1
+        self.num_open += 1
         if (requests := self.buckets.get("requests")) is not None:
             requests.take(1, self._clock())
         return Spending(self, self._clock())
 
-    def take(self, num_tokens: int) -> None:
+    def hold(self, num_tokens: int) -> None:
+        """Take the tokens that a request may use, until it ends."""
+        self.num_held += num_tokens
+        self._take(num_tokens)
+
+    def _take(self, num_tokens: int) -> None:
         """Take tokens from the key's tokens per minute; a negative number gives tokens back."""
         if (tokens := self.buckets.get("tokens")) is not None:
             tokens.take(num_tokens, self._clock())
 
-    def end(self, began_s: float) -> None:
-        """Count that a request, which began at the time `began_s`, has ended."""
-        self._num_open -= 1
+    def end(self, began_s: float, *, num_held: int, num_used: int) -> None:
+        """Count that a request has ended, and give its unused tokens back.
+
+        Args:
+            began_s: when the request began.
+            num_held: the tokens that it had taken.
+            num_used: the tokens that it has used.
+        """
+        self._take(num_used - num_held)
+        self.num_held -= num_held
+        self.num_open -= 1
         self._mean_s += _NEWEST_WEIGHT * (self._clock() - began_s - self._mean_s)
+
+    def set_levels(self, levels: Mapping[str, float]) -> None:
+        """Set the levels of token buckets to those in the store that several routers share."""
+        now_s = self._clock()
+        for name, bucket in self.buckets.items():
+            if name in levels:
+                bucket.set_level(levels[name], now_s)
+
+    def levels(self) -> dict[str, float]:
+        """Return how much each limit's token bucket holds now, by the name of the limit."""
+        now_s = self._clock()
+        return {name: bucket.level(now_s) for name, bucket in self.buckets.items()}
 
     def headers(self, *, is_anthropic: bool) -> list[tuple[bytes, bytes]]:
         """Return the rate limit headers of a response: limits, remaining amounts and reset times.
@@ -190,14 +237,13 @@ class Spending:
             RateLimitError: other requests have emptied the bucket meanwhile.
         """
         if (refusal := self._limiter.shortage("tokens")) is not None:
-            raise _error(refusal)
+            raise rate_limit_error(refusal)
         self._num_tokens = num_tokens
-        self._limiter.take(num_tokens)
+        self._limiter.hold(num_tokens)
 
     def end(self, num_tokens: int) -> None:
         """Give the unused tokens of a request back, which has used `num_tokens`."""
-        self._limiter.take(num_tokens - self._num_tokens)
-        self._limiter.end(self._began_s)
+        self._limiter.end(self._began_s, num_held=self._num_tokens, num_used=num_tokens)
 
 
 class LimitCheck:
@@ -233,7 +279,7 @@ class LimitCheck:
             await send(message)
 
         if (refusal := limiter.refusal()) is not None:
-            response = to_response(_error(refusal), scope)
+            response = to_response(rate_limit_error(refusal), scope)
             await response(scope, receive, send_with_headers)
             return
         spending = limiter.begin()
@@ -241,7 +287,7 @@ class LimitCheck:
         try:
             await self._app(scope, receive, send_with_headers)
         finally:
-            spending.end(_num_used(served_request))
+            spending.end(num_used_tokens(served_request))
 
     def limiter(self, key: Key) -> KeyLimiter:
         """Return the limiter of an API key, after applying the key's current limits to it."""
@@ -250,13 +296,14 @@ class LimitCheck:
         return limiter
 
 
-def _num_used(served_request: ServedRequest) -> int:
+def num_used_tokens(served_request: ServedRequest) -> int:
     """Return how many prompt and answer tokens a request that has ended has used."""
     used = served_request.used
     return used.prompt_tokens + used.completion_tokens if used is not None else 0
 
 
-def _error(refusal: Refusal) -> RateLimitError:
+def rate_limit_error(refusal: Refusal) -> RateLimitError:
+    """Return the error for a refused request: the reason, and when to try again."""
     reason, wait_s = refusal
     message = f"Rate limit reached: {reason}. Please try again in {whole_seconds(wait_s)}s."
     return RateLimitError(message, wait_s=wait_s)

@@ -18,6 +18,7 @@ from twostroke.server.storage import DamagedRowError, FolderMarker
 from twostroke.server.storage.row_digests import is_intact_in_sql, row_digest
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
     from pathlib import Path
     from sqlite3 import Connection
 
@@ -48,21 +49,38 @@ def add(db: Connection, name: str, tenant: str, **facts: Any) -> tuple[Key, str]
     Raises:
         UsageError: a valid key has this name, or the name of the key or tenant is not valid.
     """
+    names = [row[0] for row in db.execute("SELECT name FROM keys WHERE NOT is_revoked")]
+    ids = [row[0] for row in db.execute("SELECT id FROM keys")]
+    key, text = make_key(name, tenant, names=names, ids=ids, **facts)
+    body = msgspec.json.encode(key)
+    db.execute(_INSERT, (key.id, name, body, row_digest((key.id, name, body))))
+    return key, text
+
+
+def make_key(
+    name: str, tenant: str, *, names: Collection[str], ids: Collection[str], **facts: Any
+) -> tuple[Key, str]:
+    """Return a new API key with its text.
+
+    `names` are the names of all valid keys, and `ids` the ids of all keys. `facts` are further
+    attributes of the `Key`.
+
+    Raises:
+        UsageError: a valid key has this name, or the name of the key or tenant is not valid.
+    """
     for word in (name, tenant):
         if not WORD_PATTERN.fullmatch(word):
             raise UsageError(f"The name of a key or a tenant is {WORD_FORM}.")
-    if db.execute("SELECT 1 FROM keys WHERE name = ? AND NOT is_revoked", (name,)).fetchone():
+    if name in names:
         raise UsageError(f"There is a key '{name}': choose another name, or revoke that one first.")
     id_ = secrets.token_hex(4)
-    while db.execute("SELECT 1 FROM keys WHERE id = ?", (id_,)).fetchone():
+    while id_ in ids:
         id_ = secrets.token_hex(4)
     text = f"ts-{id_}-{secrets.token_hex(32)}"
     now_s = time.time()
     key = Key(
         id=id_, name=name, tenant=tenant, digest=digest(text.encode()), created_at=now_s, **facts
     )
-    body = msgspec.json.encode(key)
-    db.execute(_INSERT, (id_, name, body, row_digest((id_, name, body))))
     return key, text
 
 
@@ -90,8 +108,13 @@ def find(db: Connection, word: str) -> Key:
     row = db.execute(query, (word, word, word)).fetchone()
     if row is not None:
         return _decode(*row)
-    ids_and_names = list(chain.from_iterable(db.execute("SELECT id, name FROM keys")))
-    raise UsageError(f"There is no key '{word[:MAX_WORD_LENGTH]}'.{nearest(word, ids_and_names)}")
+    raise unknown_key(word, chain.from_iterable(db.execute("SELECT id, name FROM keys")))
+
+
+def unknown_key(word: str, ids_and_names: Iterable[str]) -> UsageError:
+    """Return the error for a word that is neither the id nor the name of an API key."""
+    hint = nearest(word, list(ids_and_names))
+    return UsageError(f"There is no key '{word[:MAX_WORD_LENGTH]}'.{hint}")
 
 
 def change(db: Connection, key: Key, **facts: Any) -> Key:
@@ -100,13 +123,22 @@ def change(db: Connection, key: Key, **facts: Any) -> Key:
     Raises:
         UsageError: the key is revoked.
     """
-    if key.revoked_at is not None:
-        raise UsageError(f"The key {key.id} is revoked, which is for good: add another.")
-    key = replace(key, **facts)
+    key = changed_key(key, **facts)
     body = msgspec.json.encode(key)
     digest_of_row = row_digest((key.id, key.name, body))
     db.execute(_UPDATE, (key.revoked_at is not None, body, digest_of_row, key.id))
     return key
+
+
+def changed_key(key: Key, **facts: Any) -> Key:
+    """Return an API key with changed attributes.
+
+    Raises:
+        UsageError: the key is revoked.
+    """
+    if key.revoked_at is not None:
+        raise UsageError(f"The key {key.id} is revoked, which is for good: add another.")
+    return replace(key, **facts)
 
 
 def newest_change(db: Connection) -> int:

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from twostroke.core.errors import DeadlineError
 from twostroke.core.request import BATCH_SERVICE_TIER
-from twostroke.server.storage.row_digests import digest_in_sql, is_intact_in_sql, row_digest
+from twostroke.server.storage.row_digests import COLUMNS
+from twostroke.server.storage.sum_table import SumTable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from sqlite3 import Connection
 
     from twostroke.server.http.request_context import ServedRequest, TokenUsage
@@ -18,27 +20,10 @@ if TYPE_CHECKING:
     Rows = dict["Owner", list[int]]  # requests, input, cached and output tokens
 
 _DAY_S: Final = 86_400
-_OWNER_COLUMNS: Final = ("day", "key", "tenant", "model", "is_batch")
-_COUNT_COLUMNS: Final = ("requests", "input", "cached", "output")
-_COLUMNS: Final = ", ".join((*_OWNER_COLUMNS, *_COUNT_COLUMNS))
-_SUM_COLUMNS: Final = ", ".join(
-    (
-        *(f"CAST(usage.{name} AS BLOB)" for name in _OWNER_COLUMNS),
-        *(f"CAST(usage.{name} + excluded.{name} AS BLOB)" for name in _COUNT_COLUMNS),
-    )
+_NUM_OWNER_COLUMNS: Final = 5
+_TABLE: Final = SumTable(
+    "usage", COLUMNS["usage"][:_NUM_OWNER_COLUMNS], COLUMNS["usage"][_NUM_OWNER_COLUMNS:]
 )
-_INCREMENTS: Final = ", ".join(f"{name} = {name} + excluded.{name}" for name in _COUNT_COLUMNS)
-# A sum with a damaged count stays damaged.
-_ADD_USAGE: Final = f"""
-    INSERT INTO usage ({_COLUMNS}, row_digest) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
-    ON CONFLICT DO UPDATE SET {_INCREMENTS},
-        row_digest = CASE WHEN usage.row_digest = {digest_in_sql("usage")}
-            THEN row_digest({_SUM_COLUMNS}) ELSE usage.row_digest END
-"""  # noqa: S608 constants
-_SELECT_USAGE: Final = f"""
-    SELECT {_COLUMNS}, {is_intact_in_sql("usage")} FROM usage
-    WHERE day BETWEEN ? AND ? ORDER BY day, key, tenant, model
-"""  # noqa: S608 constants
 
 
 class Owner(NamedTuple):
@@ -86,13 +71,15 @@ class UsageBook:
     It observes all requests of the server that have ended.
     """
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, clock: Callable[[], float] | None = None) -> None:
         """Begin without usage.
 
         Usage is counted by the server's own model names; requests that name no model count for
-        `model`.
+        `model`. `clock` returns the Unix time by which a request belongs to a day; None for this
+        machine's clock.
         """
         self._model = model
+        self._clock = clock
         self._rows: Rows = {}
         self._day = ""
         self._day_number = -1
@@ -101,6 +88,11 @@ class UsageBook:
     def is_empty(self) -> bool:
         """Whether all usage has been taken to be written to the database."""
         return not self._rows
+
+    @property
+    def num_requests(self) -> int:
+        """The number of requests whose usage was not taken yet."""
+        return sum(counts[0] for counts in self._rows.values())
 
     def observe(self, served_request: ServedRequest) -> None:
         """Add a request that has ended, and its tokens, if it counts as usage."""
@@ -135,7 +127,8 @@ class UsageBook:
         return self._rows.setdefault(owner, [0, 0, 0, 0])
 
     def _today(self) -> str:
-        number = int(time.time() // _DAY_S)
+        now_s = time.time() if self._clock is None else self._clock()
+        number = int(now_s // _DAY_S)
         if number != self._day_number:
             self._day = f"{datetime.fromtimestamp(number * _DAY_S, UTC):%Y-%m-%d}"
             self._day_number = number
@@ -144,8 +137,7 @@ class UsageBook:
 
 def add(db: Connection, rows: Rows) -> None:
     """Add usage to the counts in the database."""
-    values: list[tuple[str | int, ...]] = [(*owner, *counts) for owner, counts in rows.items()]
-    db.executemany(_ADD_USAGE, [(*row, row_digest(row)) for row in values])
+    _TABLE.add(db, rows.items())
 
 
 def amounts(db: Connection, since: str, until: str) -> list[Amount]:
@@ -153,25 +145,16 @@ def amounts(db: Connection, since: str, until: str) -> list[Amount]:
 
     Damaged rows are left out; `damaged_owners` returns their owners.
     """
-    return [
-        Amount(_owner_of(row), *row[len(_OWNER_COLUMNS) : -1])
-        for row in db.execute(_SELECT_USAGE, (since, until))
-        if _is_intact(row)
-    ]
+    rows = _TABLE.read(db, since, until)
+    return [Amount(_owner_of(owner), *counts) for owner, counts in rows]
 
 
 def damaged_owners(db: Connection, since: str, until: str) -> list[Owner]:
     """Return whose usage is damaged in the database, from the day `since` to the day `until`."""
-    return [
-        _owner_of(row) for row in db.execute(_SELECT_USAGE, (since, until)) if not _is_intact(row)
-    ]
+    rows = _TABLE.read(db, since, until, is_damaged=True)
+    return [_owner_of(owner) for owner, _ in rows]
 
 
-def _owner_of(row: tuple[Any, ...]) -> Owner:
-    day, key, tenant, model, is_batch = row[: len(_OWNER_COLUMNS)]
+def _owner_of(columns: tuple[Any, ...]) -> Owner:
+    day, key, tenant, model, is_batch = columns
     return Owner(day, key, tenant, model, bool(is_batch))
-
-
-def _is_intact(row: tuple[Any, ...]) -> bool:
-    *counts, is_intact = row[len(_OWNER_COLUMNS) :]
-    return bool(is_intact) and all(isinstance(count, int) for count in counts)

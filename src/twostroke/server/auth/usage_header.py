@@ -25,12 +25,14 @@ _USAGE_PATTERN: Final = re.compile(rb"([0-9]{1,15}) ([0-9]{1,15}) ([0-9]{1,15})"
 class ReportedUsage(Frozen):
     """Token counts of a response that a server reports to a router.
 
-    `prompt_tokens` include `cached_tokens`.
+    `prompt_tokens` include `cached_tokens` and `cache_write_tokens`. Anthropic's API reports
+    `cache_write_tokens`, which it has written to its cache at another price.
     """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    cache_write_tokens: int = 0
 
 
 class UsageReporter:

@@ -57,7 +57,7 @@ class AdaptiveLimit:
             await wait_until_set(self._changed, left_s if left_s > 0 else None)
 
     def send(self) -> float:
-        """Count a request that is being sent, and return the time for `leave`."""
+        """Count a request that is being sent; return the present time, which `leave` takes."""
         self._num_sent += 1
         return time.monotonic()
 

@@ -252,6 +252,13 @@ class _StreamedAnswer:
         After the first event whose content the schema check may change, all events are held back.
         `is_last` says that the answer has ended.
         """
+        ready = self._ready_events(events, is_last=is_last)
+        for event in ready:
+            self._note(event)
+        return ready
+
+    def _ready_events(self, events: list[Event], *, is_last: bool) -> list[Event]:
+        """Return the events of `release`, and hold the answer if not all are ready."""
         ready: list[Event] = []
         for event in events:
             match event:
@@ -276,8 +283,6 @@ class _StreamedAnswer:
                     return ready
             ready += [*self._waiting, event]
             self._waiting = []
-        for event in ready:
-            self._note(event)
         return ready
 
     def _hold(self) -> None:

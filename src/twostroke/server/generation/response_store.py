@@ -268,10 +268,15 @@ class Tenant(Frozen):
         )
 
     def put(self, response: StoredResponse) -> bool:
-        """Store a response as the tenant's newest; return False if it is too large to be stored."""
+        """Store a response as the tenant's newest; return False if it is too large to be stored.
+
+        It replaces a response with the same id: a stream that continues has the id of its response.
+        """
         if not self.fits(response):
             return False
         with self.store.lock:
+            if response.id in self._responses.by_id:
+                self.store.remove(self.name, response.id)
             added = self.store.add(self.name, response)
             if self.store.journal is not None:
                 self.store.journal.put(self.name, added, response)

@@ -7,6 +7,7 @@ import time
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+from twostroke.core.errors import EngineStoppedError
 from twostroke.server.generation.events import StreamFailed
 from twostroke.server.generation.protocol import SSE
 from twostroke.server.http.errors import report
@@ -17,6 +18,7 @@ from twostroke.server.http.responses import (
     until_disconnect,
     while_connected,
 )
+from twostroke.server.http.router_messages import RESUME_HEADER
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from twostroke.server.generation.protocol import Encoder, Framing
     from twostroke.server.generation.redraw import AnswerGuard
     from twostroke.server.generation.running import RunningAnswers
+    from twostroke.server.generation.stream_records import StreamRecorder
     from twostroke.server.http.fair_queue import Readers
     from twostroke.server.options import ServeOptions
 
@@ -75,6 +78,7 @@ class EventStream:
         encoder: Encoder | None,
         options: ServeOptions,
         framing: Framing = SSE,
+        recorder: StreamRecorder | None = None,
     ) -> None:
         """Prepare the stream; the job is not submitted before `__call__`.
 
@@ -85,12 +89,14 @@ class EventStream:
                 own bytes.
             options: the server's options.
             framing: the protocol's framing of streams.
+            recorder: adds records for a router; None if the client has not asked for them.
         """
         self._start = start
         self._answers: RunningAnswers | None = None
         self._encoder = encoder
         self._options = options
         self._framing = framing
+        self._recorder = recorder
         self._has_begun = False
         self._sending_since_s: float | None = None
         self._last_sent_s = time.monotonic()
@@ -139,18 +145,26 @@ class EventStream:
     async def _events(self, scope: Scope) -> AsyncGenerator[bytes]:
         """Yield the bytes of the stream's events; the last event may be an error."""
         assert self._encoder is not None
-        write = self._encoder.write
+        write, recorder = self._encoder.write, self._recorder
         try:
             started = await self._start()
             self._answers = started[0]
             async with aclosing(read_events(started)) as groups:
                 async for events in groups:
-                    if data := b"".join([write(event) for event in events]):
+                    if recorder is not None:
+                        data = recorder.write(events, write)
+                    else:
+                        data = b"".join([write(event) for event in events])
+                    if data:
                         yield data
         except Exception as error:  # a response that has begun can only end with an error event
             if not self._has_begun:
                 raise
-            yield write(StreamFailed(report(error, scope), served_of(scope).request_id))
+            reported = report(error, scope)
+            if recorder is not None and isinstance(reported, EngineStoppedError):
+                yield recorder.loss(reported)  # the response has not failed: it continues elsewhere
+            else:
+                yield write(StreamFailed(reported, served_of(scope).request_id))
 
     async def _send(self, send: Send, data: bytes) -> None:
         self._sending_since_s = time.monotonic()
@@ -165,6 +179,8 @@ class EventStream:
             self._has_begun = True
             content_type = (b"content-type", self._framing.content_type.encode())
             headers = [content_type, *_STREAM_HEADERS]
+            if self._recorder is not None:
+                headers.append((RESUME_HEADER, b"1"))
             await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     def _is_stuck(self) -> bool:

@@ -20,6 +20,7 @@ from twostroke.engine.embedding import Embedding
 from twostroke.engine.output import Timings, Usage, join
 from twostroke.engine.settling import replace_answer
 from twostroke.engine.status import Health
+from twostroke.server.generation.answer_reuse import AnswerSource, JoinedOutputs
 from twostroke.server.http.errors import ServerStoppingError
 
 if TYPE_CHECKING:
@@ -30,11 +31,14 @@ if TYPE_CHECKING:
     from twostroke.engine.client import Caller
     from twostroke.engine.output import Completion, Output
     from twostroke.engine.process.served import ServedEngine, ServedOutputs
+    from twostroke.server.generation.answer_reuse import Submitted
     from twostroke.server.generation.job import EmbeddingJob, EncodedJob, Job
+    from twostroke.server.generation.stream_records import StreamRecorder
     from twostroke.server.http.retry_after import RetryAfter
     from twostroke.server.observability.metrics import ServerMetrics
 
 _MAX_INLINE_VALUES: Final = 4096  # larger embeddings are encoded in a thread: it takes ms
+_REPLAYED_TOGETHER: Final = 32  # outputs of other servers that are read in one event loop round
 
 
 class Submission:
@@ -100,41 +104,58 @@ class RunningAnswers:
         cls,
         engine: ServedEngine,
         job: Job,
+        *,
         encoded: EncodedJob,
         metrics: ServerMetrics,
         running: set[Open],
+        submit: Callable[[], Awaitable[Submitted]],
+        recorder: StreamRecorder | None = None,
     ) -> Self:
-        """Submit a job to the engine, and return its running answers.
+        """Submit a job by calling `submit`, and return its running answers.
 
-        They are in `running`, the server's open requests, until `cancel`.
+        With a `recorder`, the outputs are recorded, and outputs of other servers come first. The
+        answers are in `running`, the server's open requests, until `cancel`.
 
         Raises:
             RequestError: a prompt is empty, has unknown token ids, or can never fit.
             OverloadedError: the queue is full.
             EngineStoppedError: the engine has stopped.
         """
-        params, hints = encoded.params, encoded.hints
         try:
-            outputs = await engine.generate(encoded.prompts, params, job.caller, hints)
+            outputs, source = await submit()
         except (OverloadedError, EngineStoppedError):
             metrics.goodput.miss(job.caller.service_tier, job.num_choices)
             raise
-        return cls(engine, job, encoded=encoded, metrics=metrics, running=running, outputs=outputs)
+        answers = cls(
+            engine,
+            job,
+            encoded=encoded,
+            metrics=metrics,
+            running=running,
+            outputs=outputs,
+            source=source,
+        )
+        answers._recorder = recorder
+        return answers
 
     def __init__(
         self,
         engine: ServedEngine,
         job: Job,
+        *,
         encoded: EncodedJob,
         metrics: ServerMetrics,
         running: set[Open],
         outputs: ServedOutputs,
+        source: AnswerSource,
     ) -> None:
         """Wrap the `outputs` of a job that the engine has accepted; see `start`."""
+        self._source = source
         self.params = job.params
         self.num_open = job.num_choices
         self._prompts = encoded.prompts
         self._num_prompt = sum(map(len, encoded.prompts))
+        self._recorder: StreamRecorder | None = None
         self._redrawn_outputs: ServedOutputs | None = None  # of an answer generated again
         self._num_tokens = 0
         self._num_cached: dict[int, int] = {}  # by the index of a prompt's first choice
@@ -159,7 +180,7 @@ class RunningAnswers:
             TwostrokeError: the engine failed on the job.
         """
         try:
-            async for output in self._outputs:
+            async for output in self._all_outputs():
                 self._num_tokens += len(output.token_ids)
                 if output.usage is not None:  # the first output of a choice, or its last
                     self._note(output, output.usage)
@@ -171,6 +192,22 @@ class RunningAnswers:
                 self._metrics.goodput.miss(self._job.caller.service_tier, self.num_open)
             _count_failure(error, self._engine, self._metrics)
             raise
+
+    async def _all_outputs(self) -> AsyncIterator[Output]:
+        """Yield the outputs that other servers have sent, then the outputs of the engine."""
+        recorder = self._recorder
+        if recorder is None:
+            async for output in self._outputs:
+                yield output
+            return
+        for number, output in enumerate(recorder.replayed_outputs()):
+            if number % _REPLAYED_TOGETHER == _REPLAYED_TOGETHER - 1:
+                await asyncio.sleep(0)  # other streams continue meanwhile
+            recorder.add(output)
+            yield output
+        async for output in self._outputs:
+            recorder.add(output)
+            yield output
 
     async def completions(self) -> list[Completion]:
         """Wait until all answers have ended, and return them, ordered by index.
@@ -246,6 +283,16 @@ class RunningAnswers:
         return self._results
 
     @property
+    def source(self) -> AnswerSource:
+        """Where the answers come from.
+
+        A request that joined another one is computed after all if the other one fails.
+        """
+        if isinstance(self._outputs, JoinedOutputs):
+            return self._outputs.source
+        return self._source
+
+    @property
     def num_unread(self) -> int:
         """The number of the engine's outputs that have not been read, since the client is slow."""
         return self._outputs.num_unread
@@ -264,6 +311,7 @@ class RunningAnswers:
             completion_tokens=sum(usage.completion_tokens for usage in usages.values()),
             accepted_tokens=sum(usage.accepted_tokens for usage in usages.values()),
             rejected_tokens=sum(usage.rejected_tokens for usage in usages.values()),
+            reused_tokens=sum(usage.reused_tokens for usage in usages.values()),
         )
 
     @property
@@ -271,10 +319,14 @@ class RunningAnswers:
         """The tokens that all answers have used so far, which the API key's limits count.
 
         While answers are generated, their whole prompts count, since prefill precedes the first
-        output. None if the job timed out before its start.
+        output. Tokens that were computed for an equal request count as cached prompt tokens, and
+        cost as much. None if the job timed out before its start.
         """
         if self._is_unrun:
             return None
+        if self.source is not AnswerSource.COMPUTED:
+            num_tokens = self._num_prompt + self._num_tokens
+            return Usage(num_tokens, num_tokens, 0)
         if not self.num_open:
             return self.usage
         return Usage(self._num_prompt, sum(self._num_cached.values()), self._num_tokens)
@@ -314,6 +366,7 @@ class RunningAnswers:
             "completion_tokens": self._num_tokens,
             "accepted_tokens": usage.accepted_tokens,
             "rejected_tokens": usage.rejected_tokens,
+            "reused_tokens": usage.reused_tokens,
             "finish_reasons": [reason.value for reason, _, _ in results],
             "queue_s": timings and timings.queue_s,
             "ttft_s": timings.ttft_s if timings else self._ttft_s,

@@ -57,6 +57,7 @@ class Key(Frozen, kw_only=True):
         classes: the service tiers that requests may have; None for all. If the default tier is not
             among them, requests that name no tier have the first.
         limits: the limits of the key.
+        overflow: whether a router may send its requests to APIs of vendors (`--overflow`).
         created_at: when the key was created.
         expires_at: when the key expires; None for never.
         revoked_at: when the key was revoked; None if it is not.
@@ -69,6 +70,7 @@ class Key(Frozen, kw_only=True):
     weight: float = 1.0
     classes: tuple[str, ...] | None = None
     limits: KeyLimits = field(default_factory=KeyLimits)
+    overflow: bool = True
     created_at: float = 0.0
     expires_at: float | None = None
     revoked_at: float | None = None

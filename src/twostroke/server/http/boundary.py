@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from twostroke.server.http.request_context import Observer
 
 _ID_HEADER: Final = b"x-request-id"
+_ANSWER_HEADER: Final = b"twostroke-answer"  # of answers that were computed for an equal request
 _ABSOLUTE_FORM: Final = re.compile(rb"https?://([^/?#]*)(.*)", re.IGNORECASE | re.DOTALL)
 # Other paths of an endpoint: mostly llama-server's paths without /v1, and older names.
 ALIASES: Final = {
@@ -102,6 +103,9 @@ class Boundary:
                     message["headers"].append(
                         (REMOVED_LINES_HEADER.encode(), ", ".join(kinds).encode("ascii"))
                     )
+                source = served_request.answer_source()
+                if source != "computed":
+                    message["headers"].append((_ANSWER_HEADER, source.encode("ascii")))
                 self._responses.labels(served_request.endpoint, str(served_request.status)).inc()
             await send(message)
 

@@ -10,7 +10,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from twostroke.server.http.errors import ServerStoppingError
 from twostroke.server.http.responses import ABORT
-from twostroke.server.http.write_coalescer import WRITE_NOW, WriteCoalescer, limit_read_size
+from twostroke.server.http.write_coalescer import (
+    WRITE_NOW,
+    WriteCoalescer,
+    limit_read_size,
+    send_small_writes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -80,6 +85,7 @@ class HttpConnection(H11Protocol):
         """
         super().connection_made(transport)
         limit_read_size(transport)
+        send_small_writes(transport)
         self.transport: WriteCoalescer = WriteCoalescer(transport, self.loop)
         if len(self.connections) > self._max_connections:
             longest_idle = next(iter(self._idle_connections), self)

@@ -185,6 +185,7 @@ _LLAMA_ALIASES: Final = ("/chat/completions", "/completions", "/embedding")
 _FORMS_BY_PATH: Final = {
     "/v1/messages": ANTHROPIC,
     "/api/plan": OPENAI,
+    "/api/prompts": OPENAI,
     "/api/state": OPENAI,
     "/api/load": OPENAI,
     "/api": OLLAMA,

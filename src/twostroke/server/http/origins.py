@@ -42,7 +42,7 @@ _LIMIT_FIELDS: Final = ("limit", "remaining", "reset")
 _EXPOSED: Final = ", ".join(
     (
         *("x-request-id", "request-id", "retry-after", "x-should-retry", "twostroke-ignored"),
-        "twostroke-removed-lines",
+        *("twostroke-removed-lines", "x-twostroke-upstream"),
         *(
             f"x-ratelimit-{field_name}-{name}"
             for name in _LIMITED_RESOURCES

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from twostroke.core.frozen import Frozen
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Awaitable, Callable, Mapping
 
     import msgspec
     from starlette.types import Scope
@@ -77,6 +77,10 @@ class RequestWork(Protocol):
         """Return the request's current token counts and times for logs and traces."""
 
 
+async def _do_nothing() -> None:
+    """Do nothing, for a request whose limits and usage are not shared."""
+
+
 @dataclass(slots=True)
 class ServedRequest:
     """The facts of one HTTP request and its response, which each layer of the server completes.
@@ -105,9 +109,18 @@ class ServedRequest:
         running: the work on the request, if it has started.
         reserve: called before the request is computed, with the maximum number of tokens that
             it may use; raises if the key's limits do not allow them now.
+        admit: awaited by a router before it forwards the request; raises if limits that several
+            routers share do not allow it now.
+        settle: awaited by a router before it sends the end of the response; returns when the usage
+            of the request is safe, or cannot be made safe soon.
+        holds_end: whether the end of a response is held back until `settle` has returned.
+        is_usage_counted: whether `settle` has counted the usage of the request.
         is_client_gone: whether the client disconnected before the end of the response.
         trace_id: the id of the trace; empty without traces.
+        resume_header: the header by which a trusted router asks for records; else empty.
+        stream_records: records of the stream that a router has added to the body.
         body_memory: counts the bytes of clients' bodies; None for an internal request.
+        answer_source: returns where the answers come from, an `AnswerSource`.
     """
 
     request_id: str
@@ -135,9 +148,16 @@ class ServedRequest:
     keep_s: float | None = None
     running: RequestWork | None = None
     reserve: Callable[[int], None] = lambda _num_tokens: None
+    admit: Callable[[], Awaitable[None]] = _do_nothing
+    settle: Callable[[], Awaitable[None]] = _do_nothing
+    holds_end: bool = False
+    is_usage_counted: bool = False
     is_client_gone: bool = False
     trace_id: str = ""
+    resume_header: str = ""
+    stream_records: list[bytes] = field(default_factory=list)
     body_memory: BodyMemory | None = None
+    answer_source: Callable[[], str] = lambda: "computed"
 
     def set_owner(self, key: Key) -> None:
         """Note the request's API key, and take the tenant and its weight from the key."""

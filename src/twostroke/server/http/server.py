@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp
 
+    from twostroke.server.http.drain_notice import DrainNotice
     from twostroke.server.http.limits import RequestLimits
 
 _BACKLOG = 2048
@@ -131,6 +132,7 @@ async def run(
     listener: socket.socket,
     on_ready: Callable[[str], None] | None = None,
     on_stop: Callable[[int], None] | None = None,
+    notice: DrainNotice | None = None,
 ) -> int:
     """Serve HTTP requests until a signal stops the server, and return the process's exit code.
 
@@ -144,6 +146,7 @@ async def run(
         listener: the socket from `bind`.
         on_ready: called with the server's URL once it answers.
         on_stop: called with the number of running requests at the first signal.
+        notice: where the notice appears that this machine will end; it counts as a signal.
     """
     url = _url(listener)
     watchdog = Watchdog(lambda: application.health.is_well)
@@ -167,11 +170,14 @@ async def run(
     for number in signals:
         loop.add_signal_handler(number, shutdown.on_signal)
     application.health.attach(shutdown.on_end)
-    trimming = loop.create_task(return_freed_memory_regularly())
+    tasks: list[asyncio.Task[None]] = [loop.create_task(return_freed_memory_regularly())]
+    if notice is not None:
+        tasks.append(loop.create_task(_drain_on_notice(notice, shutdown)))
     try:
         await server.serve(sockets=[listener])
     finally:
-        trimming.cancel()
+        for task in tasks:
+            task.cancel()
         watchdog.end()
         application.close()
         for number in signals:
@@ -265,6 +271,11 @@ class _Shutdown:
         if self._on_stop is not None:
             self._on_stop(self._application.num_running)
 
+    def on_notice(self) -> None:
+        """Drain the server, unless a signal has come before."""
+        if self._draining is None:
+            self.on_signal()
+
     def on_end(self) -> None:
         """Stop the server, because its application cannot answer any more requests."""
         self.has_ended = True
@@ -294,6 +305,13 @@ class _Shutdown:
         """Close the client connections that are still open."""
         for connection in list(self._server.server_state.connections):
             connection.transport.abort()
+
+
+async def _drain_on_notice(notice: DrainNotice, shutdown: _Shutdown) -> None:
+    """Drain the server when there is a notice that this machine will end."""
+    await notice.wait()
+    _logger.warning("This machine will end (--drain-notice %s): the server stops.", notice.source)
+    shutdown.on_notice()
 
 
 def _config(app: ASGIApp, application: Application) -> uvicorn.Config:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from twostroke.core.server_load import SERVER_STATES
+from twostroke.server.http.router_messages import SERVER_STATES
 
 if TYPE_CHECKING:
     from twostroke.engine.model_card import ModelCard

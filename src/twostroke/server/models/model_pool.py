@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from twostroke.engine.client import Caller
     from twostroke.engine.model_card import ModelCard
     from twostroke.engine.process.served import EngineFacts, EngineStatus, ServedOutputs
+    from twostroke.engine.resumption import (
+        AnswerProgress,
+        ResumptionLimits,
+        ResumptionTotals,
+    )
     from twostroke.server.models.on_demand import OnDemandEngine
 
 _TICK_S: Final = 0.05  # between decisions while a request waits
@@ -76,11 +81,26 @@ class ModelPool:
         """How often engine processes of any model have died."""
         return sum(engine.num_deaths for engine in self.engines.values())
 
+    @property
+    def resumptions(self) -> ResumptionTotals:
+        """Counts of the first model's requests that continued after its engine process died."""
+        return self._default.resumptions
+
+    def limit_resumption(self, limits: ResumptionLimits) -> None:
+        """Set how long requests of any model continue after deaths of its engine process."""
+        for engine in self.engines.values():
+            engine.limit_resumption(limits)
+
     async def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, caller: Caller, hints: Hints
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        caller: Caller,
+        hints: Hints,
+        progress: Sequence[AnswerProgress] = (),
     ) -> ServedOutputs:
         """Submit prompts to the first model's engine."""
-        return await self._default.generate(prompts, params, caller, hints)
+        return await self._default.generate(prompts, params, caller, hints, progress)
 
     async def embed(
         self, texts: Sequence[Sequence[int]], params: EmbeddingParams, caller: Caller

@@ -28,6 +28,7 @@ from twostroke.engine.engine import make_card
 from twostroke.engine.process import messages as wire
 from twostroke.engine.process.remote import RemoteEngine
 from twostroke.engine.process.served import EngineFacts, EngineStatus
+from twostroke.engine.process.supervisor import expected_load_s
 from twostroke.engine.scheduler import SchedulerConfig, SchedulerStats
 from twostroke.engine.scheduler.config import max_len
 from twostroke.engine.scheduler.recurrent_states import with_room_for_states
@@ -49,10 +50,12 @@ if TYPE_CHECKING:
     from twostroke.engine.client import Caller
     from twostroke.engine.model_card import ModelCard
     from twostroke.engine.process.pending import RemoteOutputs
+    from twostroke.engine.resumption import (
+        AnswerProgress,
+        ResumptionLimits,
+        ResumptionTotals,
+    )
 
-# The estimated load time before the first load is a constant and a time for each byte.
-_BASE_LOAD_S: Final = 0.5
-_BYTES_PER_S: Final = 1e9
 _RETRY_AFTER_S: Final = 5.0  # requests are refused for this time after a failed load
 _logger = logging.getLogger("twostroke.serve")
 
@@ -188,6 +191,15 @@ class OnDemandEngine:
         return self._engine.num_deaths
 
     @property
+    def resumptions(self) -> ResumptionTotals:
+        """Counts of the requests that continued after a death of the engine's process."""
+        return self._engine.resumptions
+
+    def limit_resumption(self, limits: ResumptionLimits) -> None:
+        """Set how long requests continue after deaths of the engine's process."""
+        self._engine.limit_resumption(limits)
+
+    @property
     def residency(self) -> ModelResidency:
         """Whether the model is loaded, loading, unloading or unloaded."""
         if self._is_unloading:
@@ -204,7 +216,7 @@ class OnDemandEngine:
     @property
     def expected_load_s(self) -> float:
         """The seconds that loading the model should take, estimated from its size."""
-        return _BASE_LOAD_S + self.num_bytes / _BYTES_PER_S
+        return expected_load_s(self.num_bytes)
 
     @property
     def num_waiting(self) -> int:
@@ -298,7 +310,12 @@ class OnDemandEngine:
         self.changed()
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, caller: Caller, hints: Hints
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        caller: Caller,
+        hints: Hints,
+        progress: Sequence[AnswerProgress] = (),
     ) -> RemoteOutputs:
         """Submit prompts, which wait until the model is loaded.
 
@@ -306,7 +323,7 @@ class OnDemandEngine:
             ModelNotLoadedError: loading the model failed a few seconds ago.
             RequestError: a prompt can never fit.
         """
-        message = self._engine.generate_message(prompts, params, caller, hints)
+        message = self._engine.generate_message(prompts, params, caller, hints, progress)
         return await self._submit(message, num_answers=len(prompts) * params.n)
 
     async def embed(
@@ -439,7 +456,7 @@ class OnDemandEngine:
         self.changed()
 
     def on_death(self) -> bool:
-        """Fail the requests that the process was computing when it died.
+        """Keep the requests for the next process, where running requests continue.
 
         Returns whether one of them may have caused the death.
         """

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
+from twostroke.engine.resumption import ResumptionLimits
 from twostroke.engine.status import Health
 from twostroke.server.http.model_names import ModelNames
 from twostroke.server.models.grammar_compiler import GrammarCompiler
@@ -64,6 +65,7 @@ class ModelRegistry:
     def __init__(self, engine: ServedEngine, options: ServeOptions) -> None:
         """Register the model of `engine`, or all models of a pool; the first is the default."""
         timeout_s = options.limits.compile_timeout_s
+        limits = ResumptionLimits(options.resume_attempts, options.resume_wait_s)
         serve = partial(ServedModel, parses_special=options.parses_special)
         self.pool = pool = engine if isinstance(engine, ModelPool) else None
         if pool is not None:
@@ -74,6 +76,8 @@ class ModelRegistry:
         else:
             names = options.model_names or (engine.card.name,)
             self._models = dict.fromkeys(names, serve(names[0], engine, timeout_s))
+        for model in self._models.values():
+            model.engine.limit_resumption(limits)
         self.names = ModelNames(tuple(self._models), options.any_model)
 
     def __iter__(self) -> Iterator[tuple[str, ServedModel]]:

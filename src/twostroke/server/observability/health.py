@@ -8,11 +8,11 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from twostroke.core.server_load import ServerLoad
 from twostroke.engine.status import Health
 from twostroke.server.http.request_context import served_of
 from twostroke.server.http.responses import to_json
 from twostroke.server.http.retry_after import RETRY_AFTER_S
+from twostroke.server.http.router_messages import ServerLoad
 from twostroke.server.models.about import VERSION, HealthBody, ProgressBody
 from twostroke.server.models.model_pool import ModelPool
 from twostroke.server.observability.disaggregation import prefill_per_decode
@@ -127,13 +127,13 @@ class HealthReports:
         if isinstance(engine, ModelPool) and engine.unloaded_s is not None:
             horizons.append(time.monotonic() - engine.unloaded_s)
         engines = engine.engines if isinstance(engine, ModelPool) else {self._name: engine}
-        numerics = {name: _numerics(model_engine) for name, model_engine in engines.items()}
+        numerics = {name: numerics_of(model_engine) for name, model_engine in engines.items()}
         body = ServerLoad(
             status="ok" if status == Health.READY.value else status,
             epoch=f"{self._start_id}-{engine.num_deaths}",
             models=tuple(self._names.served_names),
             version=VERSION,
-            numerics=_numerics(engine),
+            numerics=numerics_of(engine),
             numerics_by_model={name: value for name, value in numerics.items() if value},
             running=sum(scheduler.num_running for scheduler in stats),
             waiting=sum(scheduler.num_waiting for scheduler in stats),
@@ -150,7 +150,7 @@ class HealthReports:
         return to_json(body)
 
 
-def _numerics(engine: ServedEngine) -> str:
+def numerics_of(engine: ServedEngine) -> str:
     """Return a text that is equal for engines that give equal answers to equal requests.
 
     The text is empty before an engine's model is loaded for the first time.

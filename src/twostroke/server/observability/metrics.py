@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         TimeSpan,
     )
     from twostroke.engine.process.served import EngineStatus, ServedEngine
+    from twostroke.engine.resumption import ResumptionTotals
     from twostroke.server.models.model_pool import ModelPool
     from twostroke.server.models.registry import ModelRegistry
     from twostroke.server.options import Objective
@@ -238,6 +239,7 @@ class ServerMetrics(Collector):
         snapshot = status.snapshot
         deaths = [((), engine.num_deaths)]
         yield _counter("engine_deaths", "Times that the engine's process died.", samples=deaths)
+        yield from _resumption_metrics(engine.resumptions)
         yield _model_info(engine)
         yield from _service_metrics(snapshot.services)
         for table, counts in (
@@ -248,6 +250,8 @@ class ServerMetrics(Collector):
                 yield family(f"twostroke_{name}", text, getattr(counts, key))
         yield _gauge("pages", "Pages of keys and values, full or empty.", value=facts.num_pages)
         yield _gauge("page_tokens", "Tokens in a page.", value=facts.page_size)
+        max_running = engine.facts.config.max_running
+        yield _gauge("max_running_requests", "Answers that may run at once.", value=max_running)
         yield from _phase_metrics(snapshot)
         yield from _rank_metrics(status.ranks, facts.link)
         limits = self._limits or getattr(engine, "limits", None)
@@ -257,6 +261,16 @@ class ServerMetrics(Collector):
         yield from _speculation_metrics(snapshot.speculation)
         if self._has_llama_metrics:
             yield from llama_metrics(snapshot)
+
+
+def _resumption_metrics(totals: ResumptionTotals) -> Iterator[Metric]:
+    """Yield the metrics of requests that continued after a death of the engine's process."""
+    resumed = [((), totals.num_resumed)]
+    yield _counter("resumed_requests", "Requests that continued after a death.", samples=resumed)
+    paused = [((), totals.pause_s)]
+    yield _counter("resumption_pause_seconds", "Time of their pauses.", samples=paused)
+    text = "The longest of their pauses."
+    yield _gauge("longest_resumption_pause_seconds", text, value=totals.max_pause_s)
 
 
 def _model_info(engine: ServedEngine) -> Metric:

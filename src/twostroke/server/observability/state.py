@@ -46,12 +46,17 @@ class DashboardStates:
     """The dashboard's data for each model of a server."""
 
     def __init__(
-        self, models: ModelRegistry, limits: MachineLimits | None, goodput: Goodput
+        self,
+        models: ModelRegistry,
+        limits: MachineLimits | None,
+        goodput: Goodput,
+        *,
+        has_prompt_doctor: bool,
     ) -> None:
         """Prepare the data of each model.
 
         `limits` are the machine's measured limits; None if not measured. `goodput` has the counts
-        of latency objectives.
+        of latency objectives. `has_prompt_doctor` says whether `/api/prompts` answers.
         """
         self._models = models
         names: dict[str, list[str]] = {}
@@ -64,6 +69,7 @@ class DashboardStates:
                 limits=limits,
                 goodput=goodput,
                 names=aliases,
+                has_prompt_doctor=has_prompt_doctor,
             )
             for own_name, aliases in names.items()
         }
@@ -97,12 +103,15 @@ class DashboardState:
         limits: MachineLimits | None,
         goodput: Goodput,
         names: Sequence[str],
+        *,
+        has_prompt_doctor: bool,
     ) -> None:
         """Prepare the data of `engine`, which serves its model under `names`."""
         self._models = models
         self._engine = engine
         self._goodput = goodput
         self._limits = limits
+        self._has_prompt_doctor = has_prompt_doctor
         self._model_facts = _describe_model(engine.card, names)
         self._bodies: dict[bool, tuple[float, bytes]] = {}  # time and JSON, by `has_past`
 
@@ -175,6 +184,7 @@ class DashboardState:
             "steps": snapshot.recent_steps,
             "pages": self._pages(view, pages),
             "tiers": [asdict(tier) for tier in snapshot.tiers],
+            "prompt_doctor": self._has_prompt_doctor,
             "window": {
                 str(seconds): _window(span, hardware) | _objective_results(self._goodput, seconds)
                 for seconds, span in zip(WINDOWS, status.spans, strict=False)

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import fcntl
-import logging
-import os
-import secrets
-import stat
-import time
-from contextlib import suppress
-from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-import msgspec
+from msgspec.structs import replace
 
-from twostroke.core.errors import UsageError
-from twostroke.core.recorded_trace import SharedPrefixes, TracedRequest, TraceHeader
+from twostroke.core.prompt_partings import PartingFinder
+from twostroke.core.recorded_trace import SharedPrefixes, TracedRequest
 from twostroke.core.request import FinishReason
+from twostroke.server.storage.trace_file import TraceFile
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from twostroke.core.recorded_trace import ServerSettings
     from twostroke.core.sampling import SamplingParams
     from twostroke.engine.output import Timings, Usage
     from twostroke.server.http.request_context import ServedRequest
-
-_TENANT_DIGITS: Final = 6
-_NUM_COMPARED_BYTES: Final = len('{"recorded_trace":')  # of a header, before its version
-_logger = logging.getLogger("twostroke.serve")
 
 
 @runtime_checkable
@@ -55,51 +46,49 @@ class RecordedWork(Protocol):
         """The tokens that all answers have used so far."""
 
 
-def check_trace_file(path: Path) -> None:
-    """Check that a trace can be recorded to `path`, before a model is loaded.
-
-    Raises:
-        UsageError: the file cannot be written, is something else, or another server records to it.
-    """
-    os.close(_open_trace(path))
-
-
 class TraceRecorder:
     """Appends a line to a trace for each answer of a request that has ended."""
 
-    def __init__(self, path: Path) -> None:
-        """Open the trace at `path`, which may have the requests of earlier runs.
+    def __init__(
+        self, path: Path, settings: Callable[[], ServerSettings | None] = lambda: None
+    ) -> None:
+        """Open the trace at `path`, for a server that has the `settings` that a call returns.
 
         Raises:
-            UsageError: the file cannot be written, is something else, or another server records
-                to it.
+            UsageError: as `TraceFile`.
         """
-        self._path = path
-        self._descriptor: int | None = _open_trace(path)
-        self._epoch_s = time.time() - time.monotonic()  # a clock that is set has no effect
-        self._tenant_key = secrets.token_bytes(16)
+        self._settings = settings
+        self._last_settings = settings()
+        self._file = TraceFile(path, self._last_settings)
         self._prefixes = SharedPrefixes()
-        self._write([msgspec.json.encode(TraceHeader())])
+        self._partings = PartingFinder()
 
     def observe(self, served_request: ServedRequest) -> None:
         """Record the answers of a request that the engine has accepted."""
         work = served_request.running
-        if self._descriptor is None or not isinstance(work, RecordedWork):
+        if not self._file.is_open or not isinstance(work, RecordedWork):
             return
-        lines = []
+        present_settings = self._settings()
+        if present_settings is not None and present_settings != self._last_settings:
+            self._last_settings = present_settings
+            self._file.change_settings(present_settings)
+        requests = []
         for index in range(len(work.prompts) * work.params.n):
             prompt = work.prompts[index // work.params.n]
-            shared = self._prefixes.add(served_request.tenant, prompt)
-            lines.append(
-                msgspec.json.encode(self._traced(served_request, work, index, prompt, shared))
-            )
-        self._write(lines)
+            hashes = self._prefixes.hashes(served_request.tenant, prompt)
+            shared = self._prefixes.add(hashes)
+            request = self._traced(served_request, work, index, prompt, shared)
+            parting = self._partings.add(served_request.tenant, prompt)
+            if parting is not None:
+                request = replace(
+                    request, parts_at=parting.position, repeated_tokens=parting.num_repeated
+                )
+            requests.append(request)
+        self._file.write(requests)
 
     def close(self) -> None:
         """Close the file; every line is already written."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        self._file.close()
 
     def _traced(
         self,
@@ -120,7 +109,7 @@ class TraceRecorder:
             outcome = "failed" if reason is FinishReason.CANCEL else "completed"
             num_cached, num_output = usage.cached_tokens, usage.completion_tokens
         return TracedRequest(
-            arrival_s=round(self._epoch_s + arrival_s, 3),
+            arrival_s=self._file.unix_s(arrival_s),
             prompt_tokens=len(prompt),
             output_tokens=num_output,
             cached_tokens=num_cached,
@@ -128,7 +117,7 @@ class TraceRecorder:
             e2e_s=None if timings is None else round(timings.last_token_s - arrival_s, 4),
             service_tier=work.service_tier,
             outcome=outcome,
-            tenant=self._tenant(served_request.tenant),
+            tenant=self._file.tenant_hash(served_request.tenant),
             shared=shared,
         )
 
@@ -139,55 +128,3 @@ class TraceRecorder:
         num_in_ended = sum(usage.completion_tokens for _, usage, _ in work.results.values())
         num_in_all = 0 if work.used is None else work.used.completion_tokens
         return max(0, num_in_all - num_in_ended) // num_open
-
-    def _tenant(self, name: str) -> str:
-        """Return a short hash of a tenant's name, whose key is never stored."""
-        if not name:
-            return ""
-        import hashlib
-
-        digest = hashlib.blake2b(name.encode(), key=self._tenant_key, digest_size=8)
-        return digest.hexdigest()[:_TENANT_DIGITS]
-
-    def _write(self, lines: list[bytes]) -> None:
-        """Append whole lines; stop recording if the disk is full, for example."""
-        assert self._descriptor is not None
-        text = b"".join(line + b"\n" for line in lines)
-        try:
-            size = os.fstat(self._descriptor).st_size
-            if os.write(self._descriptor, text) < len(text):
-                os.ftruncate(self._descriptor, size)  # without half a line
-                raise OSError("the disk is full")  # noqa: TRY301 - one place stops the recording
-        except OSError as error:
-            reason = error.strerror or error
-            _logger.warning("The trace %s is not recorded any further: %s.", self._path, reason)
-            self.close()
-
-
-def _open_trace(path: Path) -> int:
-    """Return a descriptor of a trace that no other process records."""
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        reason = f"cannot be written: {error.strerror}."
-        raise UsageError(reason, field="record_trace") from None
-    reason = ""
-    if not _is_trace_or_empty(descriptor):
-        reason = f"must be a new file or a recorded trace, which {path.name} is not."
-    with suppress(OSError):  # a file system without locks
-        try:
-            # Lines name earlier lines by their distance, so two servers cannot share a file.
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            reason = f"must be another file: another server records to {path.name}."
-    if reason:
-        os.close(descriptor)
-        raise UsageError(reason, field="record_trace")
-    return descriptor
-
-
-def _is_trace_or_empty(descriptor: int) -> bool:
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return True
-    begin = msgspec.json.encode(TraceHeader())[:_NUM_COMPARED_BYTES]
-    return os.pread(descriptor, len(begin), 0) in (b"", begin)

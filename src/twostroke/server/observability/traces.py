@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
-from urllib.parse import urlsplit
 
 from twostroke.core.env import install_command
 from twostroke.core.errors import UsageError
 from twostroke.core.message_text import masked_url
+from twostroke.core.urls import split_http_url
 from twostroke.server.models.about import VERSION
 
 if TYPE_CHECKING:
@@ -63,12 +63,8 @@ def check_endpoint(url: str) -> str:
     Raises:
         UsageError: `url` is not a URL, or the extra `[traces]` is not installed.
     """
-    try:
-        parts = urlsplit(url)
-        is_url = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        is_url = False
-    if not is_url:
+    parts = split_http_url(url)
+    if parts is None:
         shown_url = ascii(masked_url(url)[:100])
         reason = "must be the address of a collector, such as http://HOST:4318, got {value}."
         raise UsageError(reason, field="otlp_endpoint", value=shown_url)
@@ -80,7 +76,7 @@ def check_endpoint(url: str) -> str:
             raise
         message = f"Traces need OpenTelemetry: {install_command('traces')}."
         raise UsageError(message, field="otlp_endpoint") from None
-    return url if urlsplit(url).path not in {"", "/"} else f"{url.rstrip('/')}{_OTLP_PATH}"
+    return url if parts.path not in {"", "/"} else f"{url.rstrip('/')}{_OTLP_PATH}"
 
 
 def exporter(url: str) -> SpanExporter:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 from twostroke.core.errors import ModelNotFoundError, OverloadedError, RequestError
-from twostroke.core.server_load import ServerLoad
 from twostroke.server.http import errors
 from twostroke.server.http.error_forms import ANTHROPIC, LLAMA_SERVER
+from twostroke.server.http.router_messages import ServerLoad
 from twostroke.server.models.about import (
     AboutBody,
     HealthBody,
@@ -15,6 +15,7 @@ from twostroke.server.models.about import (
     ModelList,
     ProgressBody,
 )
+from twostroke.server.observability.prompt_doctor import PromptsBody
 from twostroke.server.openapi import batches, ollama, stored
 from twostroke.server.openapi.operation import (
     BODY,
@@ -119,6 +120,14 @@ _SERVER_OPERATIONS: Final[dict[tuple[str, str], RouteDescription]] = {
                 "required": ["health", "model", "requests", "pages", "window", "totals"],
             },
         },
+        errors=(errors.UnknownPathError,),
+    ),
+    ("GET", "/api/prompts"): RouteDescription(
+        "Where the tenant's prompts part from earlier ones",
+        "Server",
+        "With `--prompt-doctor`; see `docs/operations/observability.md`.",
+        parameters=(parameter("query", "show_text", "Add text around each point.", type="string"),),
+        answer=PromptsBody,
         errors=(errors.UnknownPathError,),
     ),
     ("GET", "/openapi.json"): RouteDescription(

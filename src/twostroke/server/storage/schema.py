@@ -121,6 +121,36 @@ MIGRATIONS: Final = (
     ALTER TABLE answers ADD COLUMN row_digest TEXT NOT NULL DEFAULT '';
     ALTER TABLE uploads ADD COLUMN row_digest TEXT NOT NULL DEFAULT '';
     """,
+    # Tokens that a router's replicas (`here`) and its upstreams have computed, and their cost in
+    # billionths of the currency's unit (`nanos`). `input` includes `cached`.
+    """
+    CREATE TABLE costs (
+        day TEXT NOT NULL,
+        upstream TEXT NOT NULL,
+        model TEXT NOT NULL,
+        currency TEXT NOT NULL,
+        requests INTEGER NOT NULL,
+        input INTEGER NOT NULL,
+        cached INTEGER NOT NULL,
+        output INTEGER NOT NULL,
+        nanos INTEGER NOT NULL,
+        row_digest TEXT NOT NULL,
+        PRIMARY KEY (day, upstream, model, currency)
+    ) WITHOUT ROWID;
+    """,
+    # The part of `costs` that is estimated, since an upstream did not report the usage.
+    """
+    CREATE TABLE cost_estimates (
+        day TEXT NOT NULL,
+        upstream TEXT NOT NULL,
+        model TEXT NOT NULL,
+        currency TEXT NOT NULL,
+        estimated_requests INTEGER NOT NULL,
+        estimated_nanos INTEGER NOT NULL,
+        row_digest TEXT NOT NULL,
+        PRIMARY KEY (day, upstream, model, currency)
+    ) WITHOUT ROWID;
+    """,
 )
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from support.servers import live_server, post_bytes, read_all, wait_for
+from twostroke.engine.process.served import LocalEngine
 from twostroke.server.auth.keys import ApiKeys
 from twostroke.server.models.about import FINGERPRINT
 from twostroke.server.options import ServeOptions
@@ -55,6 +56,33 @@ def test_slots_show_running_requests_without_their_text(server: LiveServer) -> N
     assert "hello" not in str(busy)
     assert idle[0] == {"id": 1, "n_ctx": 512, "speculative": False, "is_processing": False}
     assert len(idle) + 1 == server.client.loop.config.max_running
+
+
+def test_slots_show_all_requests_that_run_after_a_lower_limit(server: LiveServer) -> None:
+    body = {"prompt": "hello of the", "n_predict": 40, "ignore_eos": True}
+    loop = server.client.loop
+    engine, first = server.api.engine, loop.config
+    assert isinstance(engine, LocalEngine)
+    connections = []
+    try:
+        server.backend.gate.clear()
+        connections = [server.connect() for _ in range(3)]
+        for connection in connections:
+            connection.sendall(post_bytes("/completion", body, headers="Connection: close\r\n"))
+        wait_for(lambda: loop.snapshot().scheduler.num_waiting == 2)
+        loop.on_step = lambda plan: server.backend.gate.clear() if len(plan.slices) == 3 else None
+        server.backend.gate.set()
+        wait_for(lambda: len(loop.view().running) == 3)
+        engine.change_limits(1, 1)
+        slots = server.http.get("/slots").json()
+    finally:
+        loop.on_step = None
+        server.backend.gate.set()
+        responses = [read_all(connection) for connection in connections]
+        engine.change_limits(first.token_budget, first.max_running)
+    assert [slot["is_processing"] for slot in slots] == [True] * 3
+    assert all(b"200 OK" in response for response in responses)
+    assert len(server.http.get("/slots").json()) == first.max_running
 
 
 def test_a_running_request_keeps_its_slot() -> None:

@@ -36,11 +36,16 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True):
-    """A part of OpenAI's usage object: reasoning tokens, and accepted and rejected draft tokens."""
+    """A part of OpenAI's usage object: reasoning tokens, and accepted and rejected draft tokens.
+
+    `cached_tokens`, which OpenAI does not have, counts answer tokens that were computed for an
+    equal request.
+    """
 
     reasoning_tokens: int
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
+    cached_tokens: int | UnsetType = UNSET
 
 
 class UsageBody(msgspec.Struct, frozen=True):
@@ -117,6 +122,7 @@ def usage_body(usage: Usage, reasoning_tokens: int = 0) -> UsageBody:
             reasoning_tokens=reasoning_tokens,
             accepted_prediction_tokens=usage.accepted_tokens,
             rejected_prediction_tokens=usage.rejected_tokens,
+            cached_tokens=usage.reused_tokens or UNSET,
         ),
     )
 

@@ -139,20 +139,19 @@ def info_routes(models: ModelRegistry, options: ServeOptions) -> list[Route]:
         _, model = models.find(request.query_params.get("model"))
         engine = model.engine
         card = model.card
-        assignment = assignments[model.name]
         config = engine.facts.config
         running = (await engine.read()).view.running
         if request.query_params.get("fail_on_no_slot") and len(running) >= config.max_running:
             reason = f"No slot is free, of {config.max_running} in all: try again later."
             raise OverloadedError(reason)
-        can_speculate = bool(engine.facts.methods)
-        all_slots = [
-            Slot(id=id_, n_ctx=card.context_length, speculative=can_speculate, is_processing=False)
-            for id_ in range(config.max_running)
-        ]
-        for request_view, (slot_id, task_id) in zip(running, assignment.of(running), strict=True):
-            all_slots[slot_id] = _busy_slot(all_slots[slot_id], task_id, request_view)
-        return to_json(all_slots)
+        free_slot = Slot(
+            id=0,
+            n_ctx=card.context_length,
+            speculative=bool(engine.facts.methods),
+            is_processing=False,
+        )
+        assigned = assignments[model.name].of(running)
+        return to_json(_all_slots(free_slot, running, assigned, config.max_running))
 
     async def adapters(_request: Request) -> Response:
         return to_json([])
@@ -187,6 +186,23 @@ class _SlotAssignment:
             if request.id not in self._by_request:
                 self._by_request[request.id] = (next(free_slots), next(self._task_ids))
         return [self._by_request[request.id] for request in running]
+
+
+def _all_slots(
+    free_slot: Slot,
+    running: Sequence[RequestView],
+    assigned: Sequence[tuple[int, int]],
+    max_running: int,
+) -> list[Slot]:
+    """Return the entries of all slots; `assigned` are the slots and tasks of running requests.
+
+    After `max_running` was lowered, more requests may run; their slots are listed, too.
+    """
+    num_slots = max([max_running, *(1 + slot_id for slot_id, _ in assigned)])
+    slots = [replace(free_slot, id=slot_id) for slot_id in range(num_slots)]
+    for request, (slot_id, task_id) in zip(running, assigned, strict=True):
+        slots[slot_id] = _busy_slot(slots[slot_id], task_id, request)
+    return slots
 
 
 def _busy_slot(slot: Slot, task_id: int, running: RequestView) -> Slot:

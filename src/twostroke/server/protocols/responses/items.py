@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, get_args
@@ -209,6 +210,16 @@ _ID_PREFIXES: Final = {
     "additional_tools": "at_",
     "tool_search_output": "tso_",
 }
+
+
+def derived_id(prefix: str, response_id: str, index: int) -> str:
+    """Return the id of the item with this index in the output of a response.
+
+    It is the same at each server that writes the response. Other clients cannot guess it, since
+    they do not know the id of the response.
+    """
+    digest = hashlib.sha256(f"{response_id} {prefix} {index}".encode()).hexdigest()
+    return prefix + digest[:48]
 
 
 def new_id(prefix: str) -> str:

@@ -31,7 +31,7 @@ from twostroke.server.protocols.responses.body import (
     exchange_of,
     usage_body,
 )
-from twostroke.server.protocols.responses.items import new_id
+from twostroke.server.protocols.responses.items import derived_id
 from twostroke.server.protocols.responses.tools import split_name
 
 if TYPE_CHECKING:
@@ -149,6 +149,10 @@ class ResponsesEncoder:
 
     def _empty_item(self, block: events.ContentBlock) -> OutputItem:
         """Build the output item of a new block of the answer, without content."""
+
+        def new_id(prefix: str) -> str:
+            return derived_id(prefix, self._info.id, block.index)
+
         match block.kind:
             case events.BlockKind.TEXT:
                 return OutputMessage(new_id("msg_"), "in_progress", [])

@@ -3,6 +3,7 @@
 import { Poller } from "./dashboard/poll.js";
 import { SPAN_S } from "./dashboard/history.js";
 import { Tile } from "./dashboard/tiles.js";
+import { Upstreams } from "./fleet/upstreams.js";
 import { startKey, startTheme } from "./shared/bar.js";
 import { h } from "./shared/dom.js";
 import { count, duration, percent } from "./shared/format.js";
@@ -29,6 +30,7 @@ const tiles = {
   lost: new Tile("Lost requests", "Requests that a replica lost after the first byte of the response"),
   wanted: new Tile("Desired replicas", "Replicas that the present load needs"),
 };
+const upstreams = new Upstreams();
 const samples = []; // {at_s, values}, the oldest first
 const about = h("p.about");
 const trouble = h("p.trouble", { role: "status", hidden: true });
@@ -47,7 +49,8 @@ function draw() {
   view.append(h("div.dashboard", {},
     h("header.dashboard-head", {}, h("h2", {}, "Fleet"), about),
     trouble,
-    h("dl.tiles", {}, Object.values(tiles).map((tile) => tile.element)),
+    h("dl.tiles", {}, Object.values(tiles).map((tile) => tile.element), upstreams.tiles),
+    upstreams.element,
     h("section.card", { "aria-label": "Replicas" },
       h("header", {}, h("h3", {}, "Replicas")),
       h("div.wide", { tabindex: "0", role: "group", "aria-label": "Replicas" }, table),
@@ -74,6 +77,7 @@ function show(state) {
   const again = sum("lost_before_first_byte");
   tiles.lost.show(count(sum("lost_after_first_byte")), `${count(again)} more ${again === 1 ? "was" : "were"} sent again`);
   tiles.wanted.show(count(state.wanted_replicas), "replicas");
+  upstreams.show(state.overflow);
   rows.replaceChildren(...replicas.map((one) =>
     h("tr", {}, COLUMNS.map(([, , read], index) => h(index ? "td" : "th", index ? {} : { scope: "row" }, read(one))))));
   reasons.replaceChildren(...replicas.filter((one) => one.reason).map((one) =>

@@ -9,6 +9,7 @@ import { Latency } from "./latency.js";
 import { Models } from "./models.js";
 import { PageMap } from "./pages.js";
 import { Poller } from "./poll.js";
+import { Prompts } from "./prompts.js";
 import { Ranks } from "./ranks.js";
 import { Requests } from "./requests.js";
 import { Roofline } from "./roofline.js";
@@ -40,6 +41,7 @@ export class Dashboard {
   #latency = new Latency();
   #drafts = new Drafts();
   #models = new Models((name) => this.#poller.choose(name));
+  #prompts = new Prompts();
   #ranks = new Ranks();
   #requests = new Requests((place) => this.#map.single(place));
 
@@ -50,7 +52,7 @@ export class Dashboard {
     const charts = h("div.cards.three", {}, this.#batch.element, this.#flow.element, this.#steps.element);
     const maps = h("div.cards.two", {}, this.#map.element, this.#roofline.element);
     const tables = h("div.cards.two", {}, this.#latency.element, this.#drafts.element);
-    place.append(h("div.dashboard", {}, head, this.#trouble, this.#models.element, tiles, charts, maps, this.#requests.element, this.#ranks.element, tables));
+    place.append(h("div.dashboard", {}, head, this.#trouble, this.#models.element, tiles, charts, maps, this.#requests.element, this.#ranks.element, tables, this.#prompts.element));
     new ResizeObserver(() => this.#draw()).observe(place);
     window.addEventListener("themechange", () => this.#draw());
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.#draw());
@@ -84,6 +86,7 @@ export class Dashboard {
     this.#latency.show(window, state.objectives ?? []);
     this.#drafts.show(window.speculation, state.engine);
     this.#requests.show(state.requests);
+    this.#prompts.show(state.prompt_doctor);
     this.#ranks.show(state.ranks ?? [], state.totals);
   }
 

@@ -57,6 +57,24 @@ export function quantity(number, unit) {
   return `${value.toFixed(digits)}${THIN}${PREFIXES[power]}${unit}`;
 }
 
+/** Return an amount of money: USD 12.30, and more digits of small amounts. */
+export function money(amount, currency) {
+  if (!isKnown(amount)) return "–";
+  const digits = amount === 0 || amount >= 0.995 ? 2 : amount >= 0.00995 ? 3 : 6;
+  return `${currency}${THIN}${grouped(amount.toFixed(digits))}`;
+}
+
+/** Return an amount of money without its currency, with two digits. */
+export function amountOf(money) {
+  if (!isKnown(money)) return "–";
+  return money > 0 && money < 0.005 ? "< 0.01" : grouped(money.toFixed(2));
+}
+
+function grouped(text) {
+  const [whole, ...fraction] = text.split(".");
+  return [count(Number(whole)), ...fraction].join(".");
+}
+
 /** Return "1 token" or "2 tokens". */
 export function counted(number, noun) {
   return `${count(number)}${THIN}${noun}${Math.round(number) === 1 ? "" : "s"}`;
