@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
+import ssl
+import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
@@ -36,6 +39,24 @@ def test_the_report_begins_with_the_verdict(cli, server):
     assert not ran.err
 
 
+def test_a_run_without_answers_has_no_figures_of_answers(cli):
+    server = FakeEndpoint(EndpointBehavior(error_after=2))
+    try:
+        ran = cli("bench", server.url, *SMALL)
+    finally:
+        server.close()
+    assert ran.code == 1
+    assert "2 clients (closed loop): 30 requests\n" in ran.out
+    assert "A chunk has" not in ran.out
+    assert "Prefix cache" not in ran.out
+
+
+def test_one_request_has_no_intervals(cli, server):
+    ran = cli("bench", server.url, "--clients", "1", "--requests", "1", "--output", "6")
+    assert "TTFT" in ran.out
+    assert "[" not in ran.out
+
+
 def test_files_and_json_have_the_run(cli, server, tmp_path):
     record, table = tmp_path / "run.json", tmp_path / "run.csv"
     ran = cli("bench", server.url, *SMALL, "--json", "--record", str(record), "--csv", str(table))
@@ -47,6 +68,36 @@ def test_files_and_json_have_the_run(cli, server, tmp_path):
     assert len(json.loads(record.read_text())["requests"]) == 30
     again = cli("bench", server.url, "--trace", str(record), "--speed", "2", "--json")
     assert json.loads(again.out)["report"]["run"]["num_completed"] == 30
+
+
+def test_an_html_report_has_the_command_and_the_costs(cli, server, tmp_path):
+    report = tmp_path / "run.html"
+    ran = cli("bench", server.url, *SMALL, "--price", "2", "--html", str(report), "--json")
+    resources = json.loads(ran.out)["resources"]
+    assert resources["cost"]["usd_per_hour"] == 2
+    assert resources["use"] is None
+    text = report.read_text()
+    assert f"<code>twostroke bench {server.url} --clients 2 --requests 30" in text
+    assert text.index("few samples") < text.index("<h1>")
+    assert cli("bench", server.url, *SMALL, "--price", "2").out.count("Costs: $") == 1
+
+
+def test_wrong_options_about_the_machine_are_sentences(cli, tmp_path):
+    for arguments, words in (
+        (("--html", "run.txt"), "--html must end in .html"),
+        (
+            ("--html", str(tmp_path / "none" / "run.html")),
+            "--html is in a folder that does not",
+        ),
+        (("--on", "H100-SXN"), "Did you mean 'H100-SXM'?"),
+        (("--kv-format", "int8"), "--kv-format has no effect without --model-config"),
+        (("--model-config", "nothing.gguf"), "nothing.gguf"),
+        (("--price", "-1"), "--price must be greater than 0"),
+    ):
+        ran = cli("bench", "http://127.0.0.1:9", *SMALL, *arguments)
+        assert ran.code != 0
+        assert words in ran.err
+        assert not ran.out
 
 
 def test_loads_are_described(cli, server, tmp_path):
@@ -80,12 +131,106 @@ def test_runs_are_compared(cli, server, tmp_path):
     words = {row["title"]: row["change"] for row in body["figures"]}
     assert words["TPOT P50"] == words["E2E P50"] == "worse"
     assert cli("bench", "compare", before, before).out.startswith("No figure changed")
+    report = tmp_path / "both.html"
+    assert cli("bench", "compare", before, after, "--html", str(report)).code == 0
+    assert report.read_text().count(f"<code>twostroke bench {server.url}") == 2
+
+
+def test_runs_that_do_not_compare_need_force(cli, server, tmp_path):
+    before, after = str(tmp_path / "a.json"), str(tmp_path / "b.json")
+    cli("bench", server.url, *SMALL, "--record", before)
+    longer = ("--clients", "2", "--requests", "30", "--prompt", "90", "--output", "6")
+    cli("bench", server.url, *longer, "--record", after)
+    ran = cli("bench", "compare", before, after)
+    assert ran.code == 2
+    assert "Prompts have 40 and 90 tokens on average" in ran.err
+    assert "Compare them anyway with --force." in ran.err
+    assert cli("bench", "compare", before, after, "--force").code == 0
+
+
+def test_several_loads_are_one_table_and_one_record(cli, server, tmp_path):
+    record, table = tmp_path / "sweep.json", tmp_path / "sweep.csv"
+    small = ("--requests", "20", "--prompt", "40", "--output", "6", "--ttft", "5000")
+    ran = cli("bench", server.url, "--clients", "1,2", *small, "--record", str(record))
+    lines = ran.out.splitlines()
+    heading = next(number for number, line in enumerate(lines) if line.startswith("LOAD"))
+    assert [line.split("  ")[0] for line in lines[heading + 1 :]] == ["1 client", "2 clients"]
+    # On a busy machine the client can be late, which makes a load not valid.
+    assert lines[0].startswith(("Read 2 of 2 loads with care: few samples", "- "))
+    assert "100.0%" in lines[-1]
+    saved = json.loads(record.read_text())
+    assert [point["setup"]["num_clients"] for point in saved["points"]] == [1, 2]
+    assert [len(point["answers"]) for point in saved["points"]] == [20, 20]
+    assert saved["points"][0]["setup"]["objectives"]["ttft_s"] == 5.0
+    compared = json.loads(cli("bench", "compare", str(record), str(record), "--json").out)
+    assert [load["load"] for load in compared["loads"]] == ["1 client", "2 clients"]
+    assert "is not a recorded run" in cli("bench", server.url, "--trace", str(record)).err
+    ran = cli("bench", server.url, "--rate", "50,100", *small, "--json", "--csv", str(table))
+    points = json.loads(ran.out)["points"]
+    assert points[0]["load"]["rate"] < points[1]["load"]["rate"]
+    assert points[0]["report"]["run"]["num_completed"] == 20
+    assert [row["run"] for row in csv.DictReader(table.read_text().splitlines())] == (
+        ["1"] * 20 + ["2"] * 20
+    )
+
+
+def test_conversations_have_a_line_for_each_turn(cli, server):
+    small = ("--clients", "2", "--requests", "9", "--prompt", "40", "--output", "6")
+    ran = cli("bench", server.url, *small, "--turns", "3")
+    lines = ran.out.splitlines()
+    heading = next(number for number, line in enumerate(lines) if line.startswith("TURN"))
+    assert [line.split()[:2] for line in lines[heading + 1 : heading + 4]] == [
+        ["1", "3"],
+        ["2", "3"],
+        ["3", "3"],
+    ]
+    body = json.loads(cli("bench", server.url, *small, "--tool-calls", "2", "--json").out)
+    assert [turn["num_requests"] for turn in body["turns"]] == [9]
+
+
+def test_definitions_of_other_tools_stand_beside_ours(cli, server):
+    ran = cli("bench", server.url, *SMALL, "--definitions")
+    titles = [line.split("  ")[0] for line in ran.out.splitlines()]
+    assert titles.index("TTFT mean") < titles.index("E2E p90") < titles.index("output tokens/s")
+    body = json.loads(cli("bench", server.url, *SMALL, "--definitions", "--json").out)
+    assert set(body["definitions"]["ttft_p50"]) == {
+        "twostroke",
+        "vllm",
+        "aiperf",
+        "guidellm",
+        "inference-perf",
+    }
+    refused = cli("bench", server.url, "--clients", "1,2", "--definitions")
+    assert "--definitions has no effect on several loads" in refused.err
+
+
+def test_a_search_reports_the_capacity(cli, server):
+    small = ("--requests", "20", "--prompt", "40", "--output", "6", "--sweep", "--rate", "40")
+    body = json.loads(cli("bench", server.url, *small, "--ttft", "5000", "--json").out)
+    assert body["capacity"]["rate"] >= 40
+    assert body["points"][0]["load"]["num_clients"] == 1
+    ran = cli("bench", server.url, *small, "--ttft", "0.001")
+    assert ran.code == 1
+    assert ran.out.startswith("There is no goodput capacity: even with one request at a time")
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), "Which load? Give --clients, --rate or --trace."),
+        (("--sweep", "--ttft", "9", "--requests", "1"), "--sweep needs at least 2 requests"),
+        (("--clients", "1", "--think", "1"), "--think has no effect without --turns"),
+        (("--clients", "1", "--tool-time", "1"), "--tool-time has no effect without --tool-calls"),
+        (("--clients", "1", "--turns", "2", "--shared", "9"), "--turns cannot be combined with"),
+        (("--clients", "1", "--turns", "0"), "--turns must be from 1 to 1,000, got 0"),
+        (("--clients", "1", "--insecure"), "--insecure has no effect on a URL that is not https"),
+        (("--sweep",), "--sweep needs an objective: --ttft, --tpot or --slo."),
+        (("--sweep", "--ttft", "9", "--clients", "1"), "--clients cannot be combined with --sweep"),
+        (("--sweep", "--ttft", "9", "--rate", "1,2"), "--rate must be one number with --sweep"),
+        (("--sweep", "--ttft", "9", "--good", "2"), "--good must be greater than 0 and at most 1"),
+        (("--rate", "1", "--good", "0.5"), "--good has no effect without --sweep"),
+        (("--rate", "1,x"), "'1,x' is not a list of numbers"),
+        (("--clients", "0"), "'0' is not a list of numbers from 1 to 10000"),
+        ((), "Which load? Give --clients, --rate, --trace or --sweep."),
         (("--clients", "1", "--rate", "1"), "--clients cannot be combined with --rate"),
         (("--rate", "1", "--trace", "azure-conv"), "--rate cannot be combined with --trace"),
         (("--clients", "1", "--arrivals", "gamma"), "--arrivals has no effect without --rate"),
@@ -128,6 +273,31 @@ def test_endpoints_that_cannot_be_measured_are_sentences(cli, server, tmp_path):
     server.behavior.key = None
     ran = cli("bench", f"{server.url}/v1/chat/completions", *SMALL)
     assert f"{server.url}/v1/chat/completions has no /v1/chat/completions: give the URL" in ran.err
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
+def test_certificates_are_checked_unless_they_are_to_be_trusted(cli, tmp_path):
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=bench"]
+    files = ["-keyout", str(key), "-out", str(certificate), "-days", "2"]
+    name = ["-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*command, *files, *name], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    server = FakeEndpoint(EndpointBehavior(), tls=context)
+    small = ("--clients", "1", "--requests", "3", "--prompt", "20", "--output", "4")
+    try:
+        for trust in (("--insecure",), ("--ca-file", str(certificate))):
+            assert f"fake at {server.url}, chat" in cli("bench", server.url, *small, *trust).out
+        ran = cli("bench", server.url, *small)
+        assert "certificate is not trusted" in ran.err
+        assert "--ca-file, or accept any certificate by --insecure" in ran.err
+        ran = cli("bench", server.url, *small, "--ca-file", str(tmp_path / "none.pem"))
+        assert "--ca-file cannot be read: No such file" in ran.err
+        ran = cli("bench", server.url, *small, "--ca-file", str(key))
+        assert "--ca-file has no certificate in PEM form" in ran.err
+    finally:
+        server.close()
 
 
 def test_a_duration_without_requests_is_refused(cli, server):

@@ -166,3 +166,18 @@ def test_folder_without_a_database_is_named(keys: Callable[..., Ran], tmp_path: 
         ran = keys(*words)
         assert (ran.code, ran.out) == (1, "")
         assert f"There is no database {tmp_path}/records/records.db" in ran.err
+
+
+def test_a_key_may_forbid_that_its_requests_leave(keys: Callable[..., Ran], tmp_path: Path) -> None:
+    def overflows() -> list[bool]:
+        return [key["overflow"] for key in json.loads(keys("list", "--json").out)]
+
+    keys("add", "app", "--no-overflow")
+    keys("add", "other")
+    assert overflows() == [False, True]
+    keys("limit", "other", "--no-overflow")
+    keys("limit", "app", "--overflow")
+    assert overflows() == [True, False]
+    keys("limit", "other", "--parallel", "2")  # leaves it as it is
+    assert overflows() == [True, False]
+    assert "OVERFLOW" in keys("list").out

@@ -96,11 +96,18 @@ def test_hosting_is_compared_with_apis(cli, config):
         (("--api-ttft", "5", "--api-tpot", "nan"), "--api-tpot must be greater than 0"),
         (("--api-availability", "1.5"), "--api-availability must be greater than 0 and at most 1"),
         (("--api-ttft", "5"), "--api-ttft has no effect without --api-tpot"),
+        (("--purchase-price", "9", "--price", "1"), "--purchase-price cannot be combined with"),
+        (("--lifetime", "5"), "--lifetime has no effect without --purchase-price"),
+        (("--pue", "1.3"), "--pue has no effect without --power-price"),
+        (("--power-price", "0.1", "--pue", "0.9"), "--pue must be from 1 to 10"),
         (("--api-tpot", "5"), "--api-tpot has no effect without --api-ttft"),
     ):
         ran = cli(*arguments, *wrong)
         assert (ran.code, ran.out) == (2, "")
         assert reason in ran.err
+    own = cli(*arguments, "--purchase-price", "30000", "--power-price", "0.15", "--carbon", "380")
+    assert "for people, 153 for power." in own.out
+    assert "take 1,023 kWh per month at full power, with cooling, 389 kg carbon" in own.out
     ran = cli(*arguments, "--on", "MI325X")
     assert (ran.code, ran.err) == (
         2,

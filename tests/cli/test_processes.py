@@ -41,6 +41,30 @@ def test_a_signal_ends_the_answer_with_a_whole_line(endless: str, number: signal
     assert err == output
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_batch_that_continues_later(
+    tmp_path: Path, endless: str, number: signal.Signals
+) -> None:
+    body = {"model": "tiny", "prompt": "hello", "max_tokens": 3000, "ignore_eos": True}
+    line = {"method": "POST", "url": "/v1/completions", "body": body}
+    requests, results = tmp_path / "requests.jsonl", tmp_path / "results.jsonl"
+    requests.write_text(
+        "\n".join(json.dumps({"custom_id": str(n)} | line) for n in range(200)) + "\n"
+    )
+    arguments = ("batch", str(requests), "-o", str(results), "--model", endless)
+    with started(*arguments, "--max-running", "2", "--backend", "reference") as process:
+        assert process.stderr is not None
+        wait_for(lambda: results.with_name("results.jsonl.partial").exists())
+        time.sleep(1.5)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert out == b""
+    assert b"Traceback" not in err
+    assert b"Exception" not in err
+    assert not results.exists()
+
+
 @pytest.mark.parametrize("after_s", [0.1, 0.2, 0.4, 1.5])
 def test_an_interrupted_script_gets_no_half_object(endless: str, after_s: float) -> None:
     script = MAIN.replace("\n", "; sys.stderr.write('!'); sys.stderr.flush()\n", 1)

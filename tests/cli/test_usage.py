@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from twostroke.server.auth import costs
 from twostroke.server.auth import stored_keys as kept
+from twostroke.server.auth.costs import CostOwner
 from twostroke.server.auth.usage import Owner, add
 from twostroke.server.storage import open_database
 
@@ -138,3 +140,61 @@ def test_wrong_options_are_refused(usage: Callable[..., Ran], cli: Cli, tmp_path
     ran = cli("usage", "--records", str(tmp_path))
     assert (ran.code, ran.out) == (1, "")
     assert "There is no database" in ran.err
+
+
+@pytest.fixture
+def spending(cli: Cli, tmp_path: Path) -> Callable[..., Ran]:
+    """Return a function that runs `twostroke usage` on the records of a router with upstreams."""
+    folder = tmp_path / "records"
+    with open_database(folder, writes=True, creates=True) as db:
+        for day in ("2026-11-24", "2026-11-25"):
+            hours = CostOwner(day, "here", "", "USD")
+            replicas = CostOwner(day, "here", "tiny", "USD")
+            vendor = CostOwner(day, "vendor", "big-1", "USD")
+            costs.add(db, {hours: [0, 0, 0, 0, 3_000_000_000, 0, 0]})
+            costs.add(db, {replicas: [4, 800_000, 5, 200_000, 0, 0, 0]})
+            costs.add(db, {vendor: [1, 400, 300, 100, 1_500_000, 1, 500_000]})
+        costs.add(db, {CostOwner("2026-11-25", "vendor", "big-1", "EUR"): [1, 0, 0, 0, 0, 0, 0]})
+    return lambda *words: cli("usage", "--records", str(folder), "--by", "upstream", *words)
+
+
+def test_costs_of_each_side_are_added_up_by_currency(spending: Callable[..., Ran]) -> None:
+    here, euros, vendor = json.loads(spending("--json").out)
+    assert here == {
+        "upstream": "here",
+        "currency": "USD",
+        "requests": 8,
+        "input": 1_600_000,
+        "cached": 10,
+        "output": 400_000,
+        "cost": 6.0,
+        "cost_per_million": 3.0,
+        "estimated_cost": 0.0,
+    }
+    assert vendor["estimated_cost"] == 0.001
+    assert (vendor["requests"], vendor["cost"], vendor["cost_per_million"]) == (2, 0.003, 3.0)
+    assert (euros["currency"], euros["cost"], euros["cost_per_million"]) == ("EUR", 0, None)
+    [line] = [line.split() for line in spending("--since", "2026-11-25").out.splitlines()][1:2]
+    assert line == ["here", "4", "800,000", "5", "200,000", "3.0000", "3.0000", "0.0000", "USD"]
+    rows = list(csv.DictReader(spending("--csv").out.splitlines()))
+    assert [(row["upstream"], row["cost"]) for row in rows] == [
+        ("here", "6"),
+        ("vendor", "0"),
+        ("vendor", "0.003"),
+    ]
+
+
+def test_costs_have_their_own_prices_and_damage_is_named(
+    spending: Callable[..., Ran], tmp_path: Path
+) -> None:
+    assert spending("--prices", "prices.toml").code == 2
+    with open_database(tmp_path / "records", writes=True) as db:
+        db.execute("UPDATE costs SET nanos = nanos + 1 WHERE upstream = 'vendor'")
+    ran = spending()
+    assert ran.code == 1
+    assert ran.err.count("is damaged and left out") == 3
+    assert "vendor" not in ran.out
+
+
+def test_folders_of_servers_have_no_costs(usage: Callable[..., Ran]) -> None:
+    assert "no router with --overflow" in usage("--by", "upstream").out

@@ -44,7 +44,9 @@ COMMANDS: Final = {
     "distill": "Train a smaller model on the answers of a larger one.",
     "profile": "Show the time of each operation of a step.",
     "plan": "Predict the speed, memory and costs of a model on a device.",
+    "fit": "Show which models fit a device, before any download.",
     "simulate": "Simulate a load of requests on replicas, in virtual time.",
+    "advise": "Find the options of a server for recorded traffic.",
     "bench": "Load a server, measure its answers, and audit the measurement.",
     "bench compare": "Show what changed between two runs of bench.",
     "fleet": "Start, show and stop servers and their router on a Ray cluster.",
@@ -52,6 +54,7 @@ COMMANDS: Final = {
     "plan buy": "Compare the costs of hosting a model with the prices of APIs.",
     "train-heads": "Train draft heads for speculative decoding (eagle, medusa).",
     "models": "List, verify and remove models.",
+    "doctor prompts": "Show where similar prompts part, and what that costs.",
     "doctor": "Show the limits of this machine, and the automatic choices on it.",
 }
 # Modules and functions of commands that do not have a module of their own, by command.

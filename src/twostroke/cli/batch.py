@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import time
 from contextlib import closing, contextmanager
@@ -22,7 +21,7 @@ from twostroke.cli.options import (
     speculation_params,
 )
 from twostroke.cli.pull import open_engine
-from twostroke.cli.terminal import TerminalProgressBar, printable
+from twostroke.cli.terminal import TerminalProgressBar, printable, run_in_event_loop
 from twostroke.core import env
 from twostroke.core.errors import EngineStoppedError, UsageError
 from twostroke.core.message_text import counted_noun
@@ -121,7 +120,7 @@ def command(**values: Any) -> int:
         try:
             with sender as (send, max_at_once):
                 started_s = time.monotonic()
-                asyncio.run(
+                run_in_event_loop(
                     run(files, send, max_at_once, limits=limits, progress=progress, show=show)
                 )
                 elapsed_s = time.monotonic() - started_s
@@ -187,6 +186,8 @@ def _local_sender(model: str, values: dict[str, Any], *, quiet: bool) -> Iterato
 
     The second value is the number of requests to run at the same time.
     """
+    import asyncio  # commands without an event loop start sooner without it
+
     from twostroke.core.process_tuning import tune_garbage_collector
     from twostroke.core.request import DEFAULT_SERVICE_TIER
     from twostroke.engine.process.served import LocalEngine

@@ -2,43 +2,65 @@
 
 from __future__ import annotations
 
-import asyncio
-import math
-import statistics
-import sys
+import functools
 from pathlib import Path
-from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any, Final
 
 import click
+import msgspec
 
-from twostroke.cli.help import Command, JsonObjectParam, TextFileParam, WordParam, option
-from twostroke.cli.options import check_effect, check_folder, is_given_by_user
-from twostroke.cli.planning import BoundedNumberParam, objective_options
-from twostroke.cli.terminal import on_interrupt, printable, show_table
+from twostroke.cli.bench_load import LoadBuilder
+from twostroke.cli.bench_output import (
+    ProgressLine,
+    definition_fields,
+    result_fields,
+    show_definitions,
+    show_result,
+    show_sweep,
+    sweep_fields,
+)
+from twostroke.cli.bench_report import (
+    check_html,
+    measured_run,
+    report_options,
+    take_machine,
+    write_html,
+)
+from twostroke.cli.help import (
+    Command,
+    CountListParam,
+    JsonObjectParam,
+    NumberListParam,
+    TextFileParam,
+    WordParam,
+    command_line,
+    option,
+)
+from twostroke.cli.options import check_effect, check_folder, click_params, is_given_by_user
+from twostroke.cli.planning import BoundedNumberParam, objective_options, take_objectives
+from twostroke.cli.terminal import on_interrupt, run_in_event_loop
 from twostroke.core import env
 from twostroke.core.errors import Field, UsageError
+from twostroke.core.frozen import Frozen
 from twostroke.core.json_io import encode_json
-from twostroke.core.message_text import counted_noun
+from twostroke.core.load_options import ConversationOptions, LoadOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from twostroke.lab.bench.benchmark import BenchLoad, BenchResult
+    from twostroke.lab.bench.benchmark import BenchLoad, Benchmark, BenchResult
+    from twostroke.lab.bench.endpoint import TlsTrust
     from twostroke.lab.bench.request_form import RequestForm
-    from twostroke.lab.bench.runner import LoadRunner
+    from twostroke.lab.bench.sweep import BenchSweep
     from twostroke.lab.measure.requests import Objectives
-    from twostroke.lab.simulator.load import Workload
 
-_LENGTHS: Final = ("prompt", "output", "spread", "shared")
-_ARRIVALS: Final = ("arrivals", "burstiness")
+_MAX_RATE: Final = 1e6
 _MAX_CLIENTS: Final = 10_000
 _MAX_SECONDS: Final = 1e6
-_SHOWN_ANSWERS: Final = 100  # newest answers whose median TTFT the progress line shows
 _INTERRUPTED_CODE: Final = 130
 
 
-@click.command("bench", cls=Command)
+@click.command(
+    "bench", cls=Command, params=[*click_params(LoadOptions), *click_params(ConversationOptions)]
+)
 @click.argument("url")
 @option("--model", help="Model to request [default: the endpoint's only model].")
 @option(
@@ -47,37 +69,38 @@ _INTERRUPTED_CODE: Final = 130
     type=TextFileParam(),
     help="File with the API key [default: TWOSTROKE_API_KEY].",
 )
+@option(
+    "--ca-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File with the certificates that an https endpoint's must be signed by [default: the "
+    "system's].",
+)
+@option("--insecure", is_flag=True, help="Accept any certificate of an https endpoint.")
 @option("--api", type=WordParam(("chat", "completions")), default="chat", help="API to load.")
 @option(
     "--clients",
-    type=click.IntRange(1, _MAX_CLIENTS),
-    help="Load: N clients, each of which sends a request after its last answer (closed loop).",
+    type=CountListParam(high=_MAX_CLIENTS),
+    help="Load: N clients, each of which sends a request after its last answer (closed loop). "
+    "1,2,4 measures three loads.",
 )
-@option("--rate", type=float, help="Load: requests per second, at scheduled times (open loop).")
 @option(
-    "--arrivals",
-    type=WordParam(("poisson", "constant", "gamma")),
-    help="Distribution of arrivals of --rate [default: poisson].",
+    "--rate",
+    type=NumberListParam(high=_MAX_RATE),
+    help="Load: requests per second, at scheduled times (open loop). 1,2,4 measures three loads.",
 )
-@option("--burstiness", type=float, help="Coefficient of variation of gamma arrivals [default: 3].")
 @option(
     "--trace",
     help="Load: arrivals and lengths of a trace or file, as for `simulate`; with --clients only "
     "lengths.",
 )
-@option("--speed", default=1.0, help="Make requests arrive X times as fast.")
-@option("--scale", default=1.0, help="Multiply the lengths of prompts and answers by X.")
 @option(
     "--dataset",
     type=click.Path(path_type=Path, dir_okay=False),
     help="File of prompts: JSON Lines with prompt or messages, and optionally max_tokens.",
 )
-@option("--prompt", type=int, help="Mean tokens of a prompt [default: 1024].")
-@option("--output", type=int, help="Mean tokens of an answer [default: 256].")
-@option("--spread", type=float, help="Coefficient of variation of both lengths [default: 0].")
-@option("--shared", type=int, help="Tokens at the start that all prompts share [default: 0].")
 @option(
     "--requests",
+    "num_requests",
     type=click.IntRange(1),
     help="Send the first N requests [default: all of a trace or dataset; else 1000, or enough for "
     "--duration].",
@@ -103,7 +126,23 @@ _INTERRUPTED_CODE: Final = 130
     help='Further fields of each request, such as {"temperature": 0.6}.',
 )
 @objective_options()
-@option("--slo", help="Objectives of MLPerf, such as llama-3.1-8b-server, or reading.")
+@option(
+    "--slo",
+    help="Objectives by name: MLPerf's, such as llama-3.1-8b-server, or reading (a fast reader).",
+)
+@option(
+    "--sweep",
+    "is_search",
+    is_flag=True,
+    help="Find the highest rate at which --good of the requests meet the objectives.",
+)
+@option(
+    "--good",
+    "share",
+    type=BoundedNumberParam(high=1.0),
+    default=0.9,
+    help="Share of requests, 0 to 1, that must meet the objectives.",
+)
 @option(
     "--record",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -115,9 +154,23 @@ _INTERRUPTED_CODE: Final = 130
     type=click.Path(path_type=Path, dir_okay=False),
     help="Write a line for each request to this file.",
 )
+@option(
+    "--definitions",
+    "shows_definitions",
+    is_flag=True,
+    help="Also show the figures by the definitions of vLLM, aiperf, guidellm and inference-perf.",
+)
+@report_options
 @option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
-    url: str, *, as_json: bool, record: Path | None, csv_path: Path | None, **values: Any
+    url: str,
+    *,
+    as_json: bool,
+    record: Path | None,
+    csv_path: Path | None,
+    html: Path | None,
+    shows_definitions: bool,
+    **values: Any,
 ) -> int:
     """Send requests to the OpenAI-compatible endpoint at URL, and report latencies and rates.
 
@@ -126,88 +179,170 @@ def command(
     """
     from twostroke.core.process_tuning import request_short_time_slices
     from twostroke.lab.bench.benchmark import Benchmark
-    from twostroke.lab.bench.record import write_csv, write_record
+    from twostroke.lab.bench.sweep import BenchSweep
 
-    objectives = _objectives(values)
+    objectives = take_objectives(values)
     for path, field in ((record, "record"), (csv_path, "csv_path")):
         if path is not None:
             check_folder(path, field)
+    check_html(html)
+    is_search, share = values["is_search"], values.pop("share")
+    _check_search(objectives, is_search=is_search)
     key, timeout_s, form = _api_key(values), values.pop("timeout_s"), _wanted_form(values)
-    load = _load(values)
-    benchmark = Benchmark(url, form, key=key, timeout_s=timeout_s)
+    builder = LoadBuilder(values)
+    benchmark = Benchmark(
+        url,
+        form,
+        key=key,
+        timeout_s=timeout_s,
+        machine=take_machine(url, values),
+        command=command_line(),
+        trust=_trust(url, values),
+    )
     request_short_time_slices()
-    line = _ProgressLine(load)
+    files = RunFiles(record=record, csv=csv_path, html=html)
+    if not is_search and len(loads := builder.loads()) == 1:
+        output = OutputForm(as_json=as_json, shows_definitions=shows_definitions)
+        load = msgspec.structs.replace(loads[0], keeps_texts=shows_definitions)
+        return _bench_one(benchmark, load, objectives, files, output)
+    if shows_definitions:
+        raise UsageError("has no effect on several loads.", field="shows_definitions")
+    line = ProgressLine()
+    sweep = BenchSweep(benchmark, objectives, share, line.show)
     try:
-        with on_interrupt(benchmark.stop):
-            result = asyncio.run(benchmark.run(load, objectives, line.show))
+        _run_sweep(sweep, benchmark, builder, is_search=is_search)
     finally:
         line.clear()
-    if record is not None:
-        write_record(record, result.record)
-    if csv_path is not None:
-        write_csv(csv_path, result.record.answers)
     if as_json:
-        fields = {
-            "verdict": result.audit.verdict,
-            "is_valid": result.audit.is_valid,
-            "findings": result.audit.findings,
-            "setup": result.record.setup,
-            "report": result.report,
-        }
+        click.echo(encode_json(sweep_fields(sweep)).decode())
+    else:
+        show_sweep(sweep, objectives)
+    files.write_sweep(sweep)  # after the report, which a full disk must not lose
+    return _sweep_exit_code(sweep)
+
+
+def _run_sweep(
+    sweep: BenchSweep, benchmark: Benchmark, builder: LoadBuilder, *, is_search: bool
+) -> None:
+    """Measure the loads of a sweep; Ctrl-C ends it, and keeps the loads that are measured."""
+    if is_search:
+        running = sweep.search(builder.load_at, builder.start_rate)
+    else:
+        running = sweep.measure_loads(builder.loads())
+    try:
+        with on_interrupt(benchmark.stop):
+            run_in_event_loop(running)
+    except KeyboardInterrupt:
+        if not sweep.runs:
+            raise
+        sweep.interrupt()
+
+
+def _sweep_exit_code(sweep: BenchSweep) -> int:
+    if sweep.is_interrupted:
+        return _INTERRUPTED_CODE
+    if sweep.capacity is not None:
+        return 0 if sweep.capacity.is_known else 1
+    return 0 if all(run.result.audit.is_valid for run in sweep.runs) else 1
+
+
+def _bench_one(
+    benchmark: Benchmark,
+    load: BenchLoad,
+    objectives: Objectives,
+    files: RunFiles,
+    output: OutputForm,
+) -> int:
+    """Measure one load, report it, and return the exit code."""
+    line = ProgressLine()
+    try:
+        with on_interrupt(benchmark.stop):
+            result = run_in_event_loop(
+                benchmark.run(load, objectives, functools.partial(line.show, load))
+            )
+    finally:
+        line.clear()
+    if output.as_json:
+        fields = result_fields(result)
+        if output.shows_definitions:
+            fields["definitions"] = definition_fields(result)
         click.echo(encode_json(fields).decode())
     else:
-        _show(result, objectives)
+        show_result(result, objectives)
+        if output.shows_definitions:
+            show_definitions(result)
+    files.write_run(result)  # after the report, which a full disk must not lose
     if result.facts.is_interrupted:
         return _INTERRUPTED_CODE
     return 0 if result.audit.is_valid else 1
 
 
-class _ProgressLine:
-    """A line on the terminal that is written anew; without a terminal there is none."""
+class OutputForm(Frozen):
+    """How a run is printed: as JSON, and with the figures by other tools' definitions."""
 
-    def __init__(self, load: BenchLoad) -> None:
-        self._is_shown = sys.stderr.isatty()
-        self._duration_s = load.limits.duration_s
-        self._count = len(load.prompts) or len(load.workload.arrivals)
-
-    def show(self, runner: LoadRunner, now_s: float) -> None:
-        """Show how far the run is."""
-        if not self._is_shown:
-            return
-        answers = runner.answers
-        num_failed = sum(not answer.is_completed for answer in answers)
-        total = f"{self._duration_s:.0f} s" if self._duration_s else f"{self._count:,} requests"
-        done = f"{now_s:.0f}" if self._duration_s else f"{len(answers):,}"
-        words = [
-            f"{done} of {total}",
-            f"{runner.num_sent - len(answers):,} in progress",
-            f"{num_failed:,} failed",
-        ]
-        times_s = [a.log.timings.ttft_s for a in answers[-_SHOWN_ANSWERS:] if a.is_completed]
-        if times_s and now_s > 0:
-            words.append(f"{len(answers) / now_s:.3g} requests/s")
-            words.append(f"TTFT {statistics.median(times_s) * 1e3:.3g} ms")
-        text = ", ".join(words)[: get_terminal_size().columns - 1]
-        click.echo(f"\r{text}\x1b[K", nl=False, err=True)
-
-    def clear(self) -> None:
-        """Remove the line."""
-        if self._is_shown:
-            click.echo("\r\x1b[K", nl=False, err=True)
+    as_json: bool
+    shows_definitions: bool
 
 
-def _objectives(values: dict[str, Any]) -> Objectives:
-    """Return the objectives of a command's `values`, and remove them from `values`."""
-    from twostroke.lab.measure.requests import Objectives, named_objectives
+class RunFiles(Frozen):
+    """The files that a run or a sweep is written to; None for none."""
 
-    objectives, name = Objectives(values.pop("ttft_s"), values.pop("tpot_s")), values.pop("slo")
-    if name is None:
-        return objectives
-    if objectives:
-        other = "ttft_s" if objectives.ttft_s is not None else "tpot_s"
+    record: Path | None
+    csv: Path | None
+    html: Path | None
+
+    def write_run(self, result: BenchResult) -> None:
+        """Write the files of a single run."""
+        from twostroke.lab.bench.record import write_csv, write_record
+
+        if self.record is not None:
+            write_record(self.record, result.record)
+        if self.csv is not None:
+            write_csv(self.csv, [result.record.answers])
+        if self.html is not None:
+            write_html(self.html, [measured_run(result)])
+
+    def write_sweep(self, sweep: BenchSweep) -> None:
+        """Write the files of a sweep."""
+        from twostroke.lab.bench.record import SweepRecord, write_csv, write_sweep
+        from twostroke.lab.bench.sweep import describe_capacity
+
+        records = tuple(run.result.record for run in sweep.runs)
+        if self.record is not None:
+            loads = tuple(run.point for run in sweep.runs)
+            about = SweepRecord(records, loads, sweep.capacity, sweep.is_interrupted)
+            write_sweep(self.record, about)
+        if self.csv is not None:
+            write_csv(self.csv, [record.answers for record in records])
+        if self.html is not None:
+            runs = sweep.runs_by_load
+            summary = ""
+            if sweep.capacity is not None:
+                objectives = records[0].setup.objectives
+                summary = describe_capacity(sweep.capacity, runs, objectives)
+            write_html(self.html, [measured_run(run.result) for run in runs], summary)
+
+
+def _check_search(objectives: Objectives, *, is_search: bool) -> None:
+    """Raise UsageError if a search has no objectives, or an option of searches has no effect."""
+    check_effect("share", "is_search", has_effect=is_search)
+    if is_search and not objectives:
+        facts = {"ttft": Field("ttft_s"), "tpot": Field("tpot_s"), "slo": Field("slo")}
+        raise UsageError("needs an objective: {ttft}, {tpot} or {slo}.", field="is_search", **facts)
+
+
+def _trust(url: str, values: dict[str, Any]) -> TlsTrust:
+    """Return which certificates are accepted, and remove the options from `values`."""
+    from twostroke.lab.bench.endpoint import TlsTrust
+
+    trust = TlsTrust(values.pop("ca_file"), values.pop("insecure"))
+    for name in ("ca_file", "insecure"):
+        if is_given_by_user(name) and not url.lower().startswith("https:"):
+            raise UsageError("has no effect on a URL that is not https.", field=name)
+    if trust.ca_file is not None and trust.is_insecure:
         reason = "cannot be combined with {other}: leave one of them out."
-        raise UsageError(reason, field="slo", other=Field(other))
-    return named_objectives(name)
+        raise UsageError(reason, field="ca_file", other=Field("insecure"))
+    return trust
 
 
 def _api_key(values: dict[str, Any]) -> str | None:
@@ -226,131 +361,4 @@ def _wanted_form(values: dict[str, Any]) -> RequestForm:
         model=values.pop("model") or "",
         ignores_end=values["dataset"] is None,
         extra_fields=values.pop("extra_fields") or {},
-    )
-
-
-def _load(values: dict[str, Any]) -> BenchLoad:
-    """Return the load that a command's `values` describe."""
-    from twostroke.lab.bench.benchmark import BenchLoad
-    from twostroke.lab.bench.requests_to_send import read_dataset
-    from twostroke.lab.bench.runner import RunLimits
-
-    clients, rate, trace, path = (values[n] for n in ("clients", "rate", "trace", "dataset"))
-    if clients is None and rate is None and trace is None:
-        raise UsageError("Which load? Give --clients, --rate or --trace.")
-    for first, second in (("clients", "rate"), ("rate", "trace"), ("dataset", "trace")):
-        if values[first] is not None and values[second] is not None:
-            reason = "cannot be combined with {other}: leave one of them out."
-            raise UsageError(reason, field=first, other=Field(second))
-    for name in _ARRIVALS:
-        check_effect(name, "rate", has_effect=rate is not None)
-    check_effect("burstiness", "arrivals", has_effect=values["arrivals"] == "gamma", value="gamma")
-    source = "trace" if trace is not None else "dataset"
-    for name in _LENGTHS:
-        is_limit = name == "output" and trace is None
-        if values[source] is not None and values[name] is not None and not is_limit:
-            raise UsageError(f"has no effect with --{source}, which has its own.", field=name)
-    if path is not None and is_given_by_user("scale"):
-        reason = "has no effect with --dataset, whose prompts are sent as they are."
-        raise UsageError(reason, field="scale")
-    prompts = read_dataset(path, values["requests"]) if path is not None else ()
-    workload = _workload(values, len(prompts) or values["requests"])
-    if prompts:
-        workload = workload.named(f"{path.name}, {workload.name}")
-    return BenchLoad(
-        workload=workload,
-        limits=RunLimits(num_clients=clients, duration_s=values["duration_s"]),
-        prompts=prompts,
-        max_output=(values["output"] or 0) if prompts else 0,
-    )
-
-
-def _workload(values: dict[str, Any], count: int | None) -> Workload:
-    """Return the arrivals and lengths of a load of `count` requests; None for the default."""
-    from twostroke.lab.simulator.load import MAX_REQUESTS, SyntheticWorkload
-    from twostroke.lab.simulator.traces import read_trace
-
-    rate, clients, speed = values["rate"], values["clients"], values["speed"]
-    duration_s = values["duration_s"]
-    changes = {"speed": speed, "scale": values["scale"]}
-    if values["trace"] is not None:
-        workload = read_trace(values["trace"]).first(count).changed(**changes)
-        if clients is None:
-            return workload
-        if is_given_by_user("speed"):
-            reason = "has no effect with --clients: a closed loop has no arrival times."
-            raise UsageError(reason, field="speed")
-        return workload.named(f"lengths of {workload.name}, {counted_noun(clients, 'client')}")
-    if count is None and duration_s is not None:
-        # More requests than a random schedule has in this time; a client may need more.
-        per_s = 1000.0 if rate is None else 1.5 * rate * speed
-        count = min(MAX_REQUESTS, 100 + math.ceil(per_s * duration_s))
-    shape = {name: values[name] for name in (*_ARRIVALS, *_LENGTHS) if values[name] is not None}
-    if values["dataset"] is not None:
-        shape.pop("output", None)
-    shape |= {} if count is None else {"count": count}
-    check_effect("speed", "rate", has_effect=rate is not None)
-    if rate is not None:
-        return SyntheticWorkload(rate, **shape).load(values["seed"]).changed(**changes)
-    synthetic = SyntheticWorkload(1.0, "constant", **shape)
-    workload = synthetic.load(values["seed"]).changed(scale=values["scale"])
-    return workload.named(counted_noun(clients, "client"))
-
-
-def _show(result: BenchResult, objectives: Objectives) -> None:
-    from twostroke.lab.bench.report import latency_table
-
-    click.echo(result.audit.verdict)
-    for finding in result.audit.findings:
-        click.echo(printable(f"- {finding.name}: {finding.text}"))
-    click.echo()
-    for line in _facts(result):
-        click.echo(printable(line))
-    click.echo()
-    if result.report.run.latencies:
-        show_table(latency_table(result.report))
-        click.echo("In brackets: 95% bootstrap intervals. P99 needs 500 samples.\n")
-    for line in _rates(result, objectives):
-        click.echo(printable(line))
-
-
-def _facts(result: BenchResult) -> Iterator[str]:
-    setup, run = result.record.setup, result.report.run
-    kind = "open loop" if setup.num_clients is None else "closed loop"
-    model = f"{setup.model} at " if setup.model else ""
-    yield f"{model}{setup.url}, {setup.api}"
-    logs = [answer.log for answer in result.record.answers if answer.is_completed]
-    if logs:
-        mean_prompt = sum(log.num_prompt for log in logs) / len(logs)
-        mean_output = sum(log.num_output for log in logs) / len(logs)
-        rate = "" if setup.rate is None else f", {setup.rate:.3g} per second"
-        yield (
-            f"{setup.load} ({kind}): {counted_noun(run.num_requests, 'request', form=',')}{rate}, "
-            f"with {mean_prompt:,.0f} prompt tokens and {mean_output:,.0f} output tokens on average"
-        )
-
-
-def _rates(result: BenchResult, objectives: Objectives) -> Iterator[str]:
-    from twostroke.lab.measure.report_text import format_ms
-    from twostroke.lab.measure.requests import describe_rates
-
-    run = result.report.run
-    if run.num_completed:
-        yield describe_rates(run, is_open=result.facts.is_open)
-    if result.report.failures:
-        kinds = (f"{kind} {count:,}" for kind, count in sorted(result.report.failures.items()))
-        yield f"Failed requests: {', '.join(kinds)}."
-    if objectives:
-        limits = {"TTFT": objectives.ttft_s, "TPOT": objectives.tpot_s}
-        texts = [f"{name} {format_ms(s)} ms" for name, s in limits.items() if s is not None]
-        yield (
-            f"Goodput: {run.good_per_s:.3g} requests/s; {run.good_share:.1%} of the scheduled "
-            f"requests meet the objectives ({', '.join(texts)})."
-        )
-    if result.facts.has_usage:
-        yield f"Prefix cache: {run.hit_rate:.1%} of prompt tokens, as the server reports."
-    yield (
-        f"A chunk has {result.report.tokens_per_chunk:.2f} tokens on average. The client was up to "
-        f"{format_ms(run.lateness_p99_s)} ms late (p99), and used "
-        f"{result.facts.client_share:.0%} of a core."
     )

@@ -131,7 +131,7 @@ def clean_command(folder: Path, model: str | None, days: float | None, is_all: b
 def warm_command(model: str, folder: Path, **values: Any) -> int:
     """Compute prompts with MODEL, and store their KV pages in DIR before a server needs them.
 
-    Give the other options as to the server, which can use only pages of the same kind.
+    Give the same options as to the server, which can use only pages that match its options.
     """
     from twostroke.core.request import Hints
     from twostroke.core.sampling import SamplingParams

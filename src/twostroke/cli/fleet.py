@@ -32,7 +32,7 @@ _POLL_INTERVAL_S: Final = 0.25
 _HEADINGS: Final = ("MODEL", "REPLICA", "STATE", "REQUESTS", "STARTS", "URL")
 _FLEET_OPTIONS: Final = {
     "serve": {"host", "port", "name", "role", "peer-address", "prefill-peer"},
-    "route": {"host", "port", "replica", "replicas-file"},
+    "route": {"host", "port", "replica", "replicas-file", "models-file", "scale-from-zero"},
 }
 _as_json = option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
 
@@ -112,6 +112,8 @@ def status_command(name: str | None, as_json: bool) -> None:
     ]
     show_table([_HEADINGS, *rows], {1, 3, 4})
     for pool in status.pools:
+        if not pool.num_wanted and not pool.replicas:
+            click.echo(f"\n{pool.label}: no replica; the next request starts one.")
         if pool.num_ready < pool.num_wanted:
             verb = "is" if pool.num_ready == 1 else "are"
             replicas = counted_noun(pool.num_wanted, "replica")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import re
+import shlex
 import sys
 from copy import copy
 from pathlib import Path
@@ -14,7 +15,9 @@ import click
 
 from twostroke.core.errors import UsageError, nearest
 from twostroke.core.files import read_regular_file
+from twostroke.core.frozen import check_number
 from twostroke.core.json_io import parse_json
+from twostroke.core.message_text import without_passwords
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +31,7 @@ _MAX_COUNT: Final = 1 << 20
 # A text that was given in place of the name of its file: JSON, a grammar or a template.
 _INLINE_TEXT: Final = re.compile(r"^\s*[\[{]|\n|::=|:\s|\{\{|\{%")
 _MAX_SHOWN_CHARS: Final = 40  # of a text that was given in place of a file
+_ARGUMENTS: Final = "twostroke.arguments"  # of a command, in click's context
 _PATHS: Final = {"model", "models", "draft", "heads"}
 # What messages about wrong values call a type, by click's name of it.
 _TYPES_IN_MESSAGES: Final = {
@@ -85,6 +89,11 @@ def verbose_option(command: Any) -> Any:
 class Command(click.Command):
     """A click command whose help groups its options by section."""
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments, and keep them as they were for `command_line`."""
+        ctx.meta[_ARGUMENTS] = (*ctx.command_path.split(), *args)
+        return super().parse_args(ctx, args)
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the help of the options, a list for each section, "Options" first."""
         sections: dict[str, list[tuple[str, str]]] = {"Options": []}
@@ -106,6 +115,12 @@ class Command(click.Command):
                 for text in (value,) if isinstance(value, str) else value or ():
                     _check_text(text, param)
         return super().invoke(ctx)
+
+
+def command_line() -> str:
+    """Return the command that runs now, as a shell takes it; passwords in URLs are masked."""
+    words = click.get_current_context().meta[_ARGUMENTS]
+    return shlex.join([without_passwords(word) for word in words])
 
 
 class WordParam(click.Choice[str]):
@@ -171,9 +186,9 @@ class CountListParam(click.ParamType):  # type: ignore[type-arg]
 
     name = "N,N"
 
-    def __init__(self, low: int = 1) -> None:
-        """Accept whole numbers from `low` on."""
-        self._low = low
+    def __init__(self, low: int = 1, high: int = _MAX_COUNT) -> None:
+        """Accept whole numbers from `low` to `high`."""
+        self._low, self._high = low, high
 
     def convert(
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
@@ -182,11 +197,35 @@ class CountListParam(click.ParamType):  # type: ignore[type-arg]
         if isinstance(value, tuple):  # the default
             return value
         words = str(value).split(",")
-        low = self._low
-        if not all(word.strip().isdecimal() and low <= int(word) <= _MAX_COUNT for word in words):
-            reason = f"'{value}' is not a list of numbers from {low} to {_MAX_COUNT}, such as 1,16."
+        low, high = self._low, self._high
+        if not all(word.strip().isdecimal() and low <= int(word) <= high for word in words):
+            reason = f"'{value}' is not a list of numbers from {low} to {high}, such as 1,16."
             self.fail(reason, param, ctx)
         return tuple(map(int, words))
+
+
+class NumberListParam(click.ParamType):  # type: ignore[type-arg]
+    """An option type: one or more positive numbers separated by commas, such as 0.5,2."""
+
+    name = "X,X"
+
+    def __init__(self, high: float) -> None:
+        """Accept numbers above 0 up to `high`."""
+        self._high = high
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[float, ...]:
+        """Return the option's numbers."""
+        if isinstance(value, tuple):  # the default
+            return value
+        try:
+            numbers = tuple(float(word) for word in str(value).split(","))
+        except ValueError:
+            self.fail(f"'{value}' is not a list of numbers, such as 0.5,2.", param, ctx)
+        for number in numbers:
+            check_number((param and param.name) or "value", number, high=self._high)
+        return numbers
 
 
 class WordListParam(click.ParamType):  # type: ignore[type-arg]
@@ -210,7 +249,7 @@ class WordListParam(click.ParamType):  # type: ignore[type-arg]
 
 
 class ByteSizeParam(click.ParamType):  # type: ignore[type-arg]
-    """An option type: a number of bytes, such as 512M, 2GB or 1GiB, or a word for a number."""
+    """An option type: a number of bytes, such as 512M, 2GB or 1GiB, or a word such as auto."""
 
     name = "size"
 

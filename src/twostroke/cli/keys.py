@@ -1,4 +1,4 @@
-"""`twostroke keys`: makes, lists, limits and revokes the API keys in a server's records."""
+"""`twostroke keys`: makes, lists, limits and revokes API keys in records or in a store."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import re
 import time
 from contextlib import ExitStack
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 from msgspec.structs import asdict, replace
 
 from twostroke.cli.help import CommandGroup, NumberOrWordParam, option
+from twostroke.cli.key_storage import open_key_storage, storage_options
 from twostroke.cli.terminal import show_table
 from twostroke.core.errors import UsageError
 from twostroke.core.message_text import counted_noun
@@ -23,10 +23,11 @@ from twostroke.server.storage import open_database
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 _HEAD: Final = (
     *("ID", "NAME", "TENANT", "CLASSES"),
-    *("WEIGHT", "REQUESTS/MIN", "TOKENS/MIN", "PARALLEL"),
+    *("WEIGHT", "REQUESTS/MIN", "TOKENS/MIN", "PARALLEL", "OVERFLOW"),
 )
 _TIMES: Final = ("CREATED", "EXPIRES", "LAST USED", "STATE")
 _UNIT_SECONDS: Final = {"h": 3600, "d": 86_400}
@@ -75,13 +76,6 @@ class ServiceTiersParam(click.ParamType):  # type: ignore[type-arg]
         return tuple(dict.fromkeys(word.strip() for word in value.split(",")))
 
 
-_records = option(
-    "--records",
-    type=click.Path(path_type=Path),
-    required=True,
-    metavar="DIR",
-    help="The server's folder of records.",
-)
 _as_json = option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
 _COUNT: Final = NumberOrWordParam(_NONE)
 
@@ -103,6 +97,11 @@ def _limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="The key's share of the engine under load, relative to other keys.",
         ),
         option(
+            "--overflow/--no-overflow",
+            default=None,
+            help="Whether a router may send the key's requests to APIs of vendors [default: yes].",
+        ),
+        option(
             "--expires",
             type=ExpiryParam(),
             help="When the key expires: 90d, 12h, 2027-01-31 (UTC), or none.",
@@ -120,24 +119,27 @@ def command() -> None:
 
 @command.command("add")
 @click.argument("name")
-@_records
+@storage_options
 @option("--tenant", help="The tenant that the key belongs to [default: NAME].")
 @_limit_options
 @_as_json
-def add_command(name: str, records: Path, tenant: str | None, as_json: bool, **values: Any) -> None:
+def add_command(
+    name: str,
+    records: Path | None,
+    store: str | None,
+    tenant: str | None,
+    as_json: bool,
+    **values: Any,
+) -> None:
     """Make a key called NAME, and print it. It cannot be printed again."""
     facts = _changed_fields(Key(tenant="", digest=""), values)
-    is_new, mark = not _may_exist(records), stored_keys.keys_marker(records)
-    with ExitStack() as undo:
-        with open_database(records, writes=True, creates=True) as db:
-            is_first = not stored_keys.newest_change(db)
-            new_key, text = stored_keys.add(db, name, name if tenant is None else tenant, **facts)
-            keyless = "SELECT count(*) FROM batches WHERE is_open AND tenant = ''"
-            [num_keyless] = db.execute(keyless).fetchone() if is_first else [0]
-            if not mark.is_there:
-                undo.callback(mark.remove)
-            mark.make()  # if this fails, the new key is dropped, since it was not printed
-        undo.pop_all()
+    owner = name if tenant is None else tenant
+    num_keyless, is_new = 0, False
+    if records is not None and store is None:
+        new_key, text, num_keyless, is_new = _add_to_records(records, name, owner, facts)
+    else:
+        with open_key_storage(records, store, writes=True) as storage:
+            new_key, text = storage.add(name, owner, **facts)
     if as_json:
         click.echo(json.dumps(_printed_fields(new_key, None) | {"key": text}))
         return
@@ -152,14 +154,36 @@ def add_command(name: str, records: Path, tenant: str | None, as_json: bool, **v
     click.echo(f"{note} The folder {records} is new." if is_new else note, err=True)
 
 
+def _add_to_records(
+    records: Path, name: str, tenant: str, facts: dict[str, Any]
+) -> tuple[Key, str, int, bool]:
+    """Add a key to a server's records.
+
+    Returns the key, its text, the number of open batches without a key, and whether the folder is
+    new.
+    """
+    is_new, mark = not _may_exist(records), stored_keys.keys_marker(records)
+    with ExitStack() as undo:
+        with open_database(records, writes=True, creates=True) as db:
+            is_first = not stored_keys.newest_change(db)
+            new_key, text = stored_keys.add(db, name, tenant, **facts)
+            keyless = "SELECT count(*) FROM batches WHERE is_open AND tenant = ''"
+            [num_keyless] = db.execute(keyless).fetchone() if is_first else [0]
+            if not mark.is_there:
+                undo.callback(mark.remove)
+            mark.make()  # if this fails, the new key is dropped, since it was not printed
+        undo.pop_all()
+    return new_key, text, num_keyless, is_new
+
+
 @command.command("list")
-@_records
+@storage_options
 @option("--all", "has_all", is_flag=True, help="Show revoked keys as well.")
 @_as_json
-def list_command(records: Path, has_all: bool, as_json: bool) -> None:
+def list_command(records: Path | None, store: str | None, has_all: bool, as_json: bool) -> None:
     """List the keys: their names and limits, not the secrets."""
-    with open_database(records) as db:
-        keys = stored_keys.all_keys(db)
+    with open_key_storage(records, store) as storage:
+        keys = storage.all_keys()
     listed = [(key, used) for key, used in keys if has_all or key.revoked_at is None]
     if as_json:
         click.echo(json.dumps([_printed_fields(key, used) for key, used in listed]))
@@ -174,16 +198,18 @@ def list_command(records: Path, has_all: bool, as_json: bool) -> None:
 
 @command.command("limit")
 @click.argument("key")
-@_records
+@storage_options
 @_limit_options
 @_as_json
-def limit_command(key: str, records: Path, as_json: bool, **values: Any) -> None:
+def limit_command(
+    key: str, records: Path | None, store: str | None, as_json: bool, **values: Any
+) -> None:
     """Change the limits of KEY, which is an id or a name."""
     if all(value is None for value in values.values()):
         raise UsageError("Give at least one limit to change, such as --requests-per-minute 60.")
-    with open_database(records, writes=True) as db:
-        old = stored_keys.find(db, key)
-        new = stored_keys.change(db, old, **_changed_fields(old, values))
+    with open_key_storage(records, store, writes=True) as storage:
+        old = storage.find(key)
+        new = storage.change(old, **_changed_fields(old, values))
     if as_json:
         click.echo(json.dumps(_printed_fields(new, None)))
     else:
@@ -192,12 +218,12 @@ def limit_command(key: str, records: Path, as_json: bool, **values: Any) -> None
 
 @command.command("revoke")
 @click.argument("key")
-@_records
+@storage_options
 @_as_json
-def revoke_command(key: str, records: Path, as_json: bool) -> None:
+def revoke_command(key: str, records: Path | None, store: str | None, as_json: bool) -> None:
     """Revoke KEY, which is an id or a name, for ever."""
-    with open_database(records, writes=True) as db:
-        revoked = stored_keys.change(db, stored_keys.find(db, key), revoked_at=time.time())
+    with open_key_storage(records, store, writes=True) as storage:
+        revoked = storage.change(storage.find(key), revoked_at=time.time())
     if as_json:
         click.echo(json.dumps(_printed_fields(revoked, None)))
     else:
@@ -230,6 +256,8 @@ def _changed_fields(key: Key, values: dict[str, Any]) -> dict[str, Any]:
     try:
         if "weight" in values:
             facts["weight"] = replace(key, weight=values.pop("weight")).weight
+        if "overflow" in values:
+            facts["overflow"] = values.pop("overflow")
         if "expires" in values:
             facts["expires_at"] = values.pop("expires")
         if "classes" in values:
@@ -251,7 +279,8 @@ def _row(key: Key, last_used: int | None) -> tuple[str, ...]:
     times = (key.created_at, key.expires_at, last_used)
     counts = ("-" if limit is None else f"{limit:,}" for limit in limits)
     identity = (key.id, key.name, key.tenant, ",".join(key.classes or ("all",)), f"{key.weight:g}")
-    return (*identity, *counts, *map(_day, times), key.state)
+    overflow = "yes" if key.overflow else "no"
+    return (*identity, *counts, overflow, *map(_day, times), key.state)
 
 
 def _day(at_s: float | None) -> str:

@@ -19,6 +19,7 @@ from twostroke.cli.planning import (
     weights_option,
 )
 from twostroke.cli.terminal import printable, show_table
+from twostroke.core.errors import Field, UsageError
 from twostroke.core.json_io import encode_json
 from twostroke.core.message_text import counted_noun
 
@@ -81,6 +82,46 @@ class _HourlyLoadParam(click.ParamType):  # type: ignore[type-arg]
 @objective_options("Load")
 @efficiency_options(0.5, 0.7)
 @price_option
+@option(
+    "--purchase-price",
+    "purchase_usd",
+    type=float,
+    help="Price of a device that you buy, with its share of the server, in $.",
+    section="Own devices",
+)
+@option(
+    "--lifetime",
+    "lifetime_years",
+    default=4.0,
+    help="Years over which it is written off.",
+    section="Own devices",
+)
+@option(
+    "--power-price",
+    "usd_per_kwh",
+    default=0.0,
+    help="Price of power, in $ per kWh; 0 if the rent includes it.",
+    section="Own devices",
+)
+@option(
+    "--watts",
+    type=float,
+    help="Power of a running device with its share of the server [default: the device's TDP].",
+    section="Own devices",
+)
+@option(
+    "--pue",
+    default=1.0,
+    help="Power of the data centre, with cooling, over the power of its servers.",
+    section="Own devices",
+)
+@option(
+    "--carbon",
+    "grams_per_kwh",
+    type=float,
+    help="Carbon dioxide of power, in g per kWh.",
+    section="Own devices",
+)
 @option("--token-budget", default=2048, help="Most tokens of a step.")
 @option("--utilization", default=0.6, help="Most time that a replica is busy, from 0 to 1.")
 @option("--spare", default=1, help="Replicas beyond the number that the load needs.")
@@ -127,6 +168,7 @@ def command(
     from twostroke.lab.planner.buy import CostInputs, Hosting, Traffic, compare_costs
     from twostroke.lab.planner.prices import find_price, load_prices
 
+    _check_power(values)
     check_effect("api_ttft", "api_tpot", has_effect=api_tpot is not None)
     check_effect("api_tpot", "api_ttft", has_effect=api_ttft is not None)
     known_prices = load_prices(prices)
@@ -159,6 +201,18 @@ def command(
         click.echo(printable(line))
 
 
+def _check_power(values: dict[str, Any]) -> None:
+    """Raise UsageError for options about own devices and power that have no effect."""
+    is_bought = values["purchase_usd"] is not None
+    if is_bought and values["usd_per_hour"] is not None:
+        reason = "cannot be combined with {other}: a device is bought or rented."
+        raise UsageError(reason, field="purchase_usd", other=Field("usd_per_hour"))
+    check_effect("lifetime_years", "purchase_usd", has_effect=is_bought)
+    counts_energy = values["usd_per_kwh"] > 0 or values["grams_per_kwh"] is not None
+    for name in ("watts", "pue"):
+        check_effect(name, "usd_per_kwh", has_effect=counts_energy)
+
+
 def _take(values: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
     return {name: values[name] for name in kind.__struct_fields__ if name in values}
 
@@ -172,8 +226,15 @@ def _costs(result: HostingComparison, case: CostInputs) -> Iterator[str]:
     number = f"{largest}" if fewest == largest else f"{fewest} to {largest}"
     yield (
         f"{result.model} on {number} replicas of {devices}: {costs.usd:,.0f} $ per month, "
-        f"{costs.devices_usd:,.0f} for devices and {costs.engineering_usd:,.0f} for people."
+        f"{costs.devices_usd:,.0f} for devices and {costs.engineering_usd:,.0f} for people"
+        f"{f', {costs.energy_usd:,.0f} for power' if costs.energy_usd else ''}."
     )
+    if costs.energy_kwh is not None:
+        carbon = "" if costs.carbon_kg is None else f", {costs.carbon_kg:,.0f} kg carbon dioxide"
+        yield (
+            f"Running devices take {costs.energy_kwh:,.0f} kWh per month at full power, with "
+            f"cooling{carbon}."
+        )
     yield (
         f"A replica serves {replica.requests_per_s:.3g} requests/s, {replica.streams:,} at once "
         f"(limited by {replica.bound}); devices are busy {costs.busy_share:.0%} of the time."

@@ -27,7 +27,7 @@ _HEADINGS = (
 @click.argument("file", type=click.Path(path_type=Path))
 @option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(file: Path, as_json: bool) -> None:
-    """Choose devices to buy for the models and loads of a YAML FILE, or place them on a stock.
+    """Choose devices to buy for the models of a YAML FILE, or place the models on a stock.
 
     Without a stock in the file, devices are bought from the table; with a stock, models are placed
     on its devices. The objective is cost or performance. See docs/guide/planning.md for the file.

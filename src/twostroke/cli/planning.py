@@ -8,12 +8,17 @@ import click
 
 from twostroke.cli.help import WordParam, option
 from twostroke.cli.options import check_effect
+from twostroke.core.errors import Field, UsageError
 from twostroke.core.frozen import check_number
 from twostroke.model.program.cost import WEIGHTS
 from twostroke.model.program.kv_layout import FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from twostroke.lab.measure.requests import Objectives
+    from twostroke.lab.planner import Calibration, Device, PlannedModel
+    from twostroke.lab.planner.reference_calibration import ReferenceCalibration
 
 
 THIS_MACHINE: Final = "here"  # as in `planner.devices`, which --help does not need
@@ -22,6 +27,32 @@ THIS_MACHINE: Final = "here"  # as in `planner.devices`, which --help does not n
 def check_threads(device: str) -> None:
     """Raise UsageError if --threads is given for a device other than this machine."""
     check_effect("num_threads", "device", has_effect=device == THIS_MACHINE, value=THIS_MACHINE)
+
+
+def correction_of(
+    planned: PlannedModel, device: Device, threads: int | None
+) -> Calibration | ReferenceCalibration | None:
+    """Return the measured steps that correct the planned times of a model on this machine.
+
+    They are the model's own steps, or else steps of another model.
+    """
+    from twostroke.lab import planner
+
+    return planner.load_calibration(planned.identity, threads) or planner.reference_steps(device)
+
+
+def take_objectives(values: dict[str, Any]) -> Objectives:
+    """Return the objectives of a command's `values`, and remove them from `values`."""
+    from twostroke.lab.measure.requests import Objectives, named_objectives
+
+    objectives, name = Objectives(values.pop("ttft_s"), values.pop("tpot_s")), values.pop("slo")
+    if name is None:
+        return objectives
+    if objectives:
+        other = "ttft_s" if objectives.ttft_s is not None else "tpot_s"
+        reason = "cannot be combined with {other}: leave one of them out."
+        raise UsageError(reason, field="slo", other=Field(other))
+    return named_objectives(name)
 
 
 class BoundedNumberParam(click.ParamType):  # type: ignore[type-arg]

@@ -7,7 +7,8 @@ import logging
 import sys
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import click
 from msgspec.structs import replace
@@ -45,9 +46,9 @@ from twostroke.server.options import ServeOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-    from pathlib import Path
 
     from twostroke.backends.machine_limits import MachineLimits
+    from twostroke.cli.live_tuning import LiveTuner, TunableEngine
     from twostroke.engine.model_card import ModelCard
     from twostroke.engine.process.launch import LaunchedProcess
     from twostroke.engine.process.served import ServedEngine
@@ -80,6 +81,14 @@ _logger = logging.getLogger("twostroke.serve")
 )
 @click.argument("model", required=False)
 @option(
+    "--autotune",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Before the start, choose the token budget and the number of streams with which most "
+    "requests of the recorded trace FILE meet the --objective values; answers stay the same. If "
+    "--record-trace records to FILE, go on while serving.",
+)
+@option(
     "--in-process",
     is_flag=True,
     help="Run the engine in the server's own process: needs less memory, but a crash of the engine "
@@ -106,6 +115,11 @@ def command(**values: Any) -> int:
     is_alone = not pool_options.models
     if not is_alone:
         check_several(values, options)
+    autotune = None
+    if values["autotune"] is not None:
+        from twostroke.cli.autotune import autotune_of  # slow, with the simulator
+
+        autotune = autotune_of(values, is_alone=is_alone)
     raise_open_file_limit()  # inherited by the engine
     with ExitStack() as stack:
         launched = None
@@ -117,6 +131,9 @@ def command(**values: Any) -> int:
                 open_model_pool(models, pool_options, options, process.log_level)
             )
             return run(pool, None, partial(_announce_several, models=pool, batch=options.batch))
+        usual_options = options
+        if autotune is not None:
+            options, settings = autotune.start_options(options)
         opened = _open_engine(values["model"], options, launched, process.log_level)
         engine, limits, draft = stack.enter_context(opened)
         if engine.card.chat_template is not None:
@@ -128,7 +145,21 @@ def command(**values: Any) -> int:
             is_verbose=values["is_verbose"],
             batch=options.batch,
         )
-        return run(engine, limits, announce)
+        if autotune is None or not autotune.is_live:
+            return run(engine, limits, announce)
+        tuner = autotune.live_tuner(cast("TunableEngine", engine), usual_options, settings)
+        stack.enter_context(closing(tuner))
+        return run(engine, limits, partial(_announce_and_tune, tuner=tuner, announce=announce))
+
+
+def _announce_and_tune(
+    url: str, tuner: LiveTuner, *, announce: Callable[..., None], **facts: Any
+) -> None:
+    """Tell the user the server's address, and begin to tune its engine; the event loop calls it."""
+    import asyncio  # not above: help needs none of it
+
+    announce(url, **facts)
+    tuner.start(asyncio.get_running_loop())
 
 
 def _with_fill_timeout(options: EngineOptions) -> EngineOptions:
@@ -152,11 +183,12 @@ def _prepare_server(
     serves an engine. The function's arguments are the engine, the machine's limits, and a function
     that announces the server.
     """
+    from twostroke.server.http.drain_notice import DrainNotice
     from twostroke.server.http.logs import logging_to
     from twostroke.server.http.server import bind
     from twostroke.server.observability.objectives import limits_of, parse_objective
-    from twostroke.server.observability.trace_recorder import check_trace_file
     from twostroke.server.observability.traces import check_endpoint
+    from twostroke.server.storage.trace_file import check_trace_file
 
     objectives = tuple(map(parse_objective, values["objectives"]))
     limits_of(objectives)  # wrong ones are refused here, before the weights are loaded
@@ -164,6 +196,8 @@ def _prepare_server(
         check_endpoint(values["otlp_endpoint"])
     if values["record_trace"] is not None:
         check_trace_file(values["record_trace"])
+    if values["drain_notice"] is not None:
+        DrainNotice(values["drain_notice"])  # a wrong source is refused before the weights load
     records = stack.enter_context(open_records(process.records))
     keys = _api_keys(values["api_keys"], process)
     serving = take_struct(ServeOptions, values, api_keys=keys, objectives=objectives)

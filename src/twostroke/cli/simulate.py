@@ -8,6 +8,12 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from msgspec.structs import replace
 
+from twostroke.cli.availability import (
+    FAILURE_PARAMS,
+    FailureValues,
+    show_availability,
+    show_cost,
+)
 from twostroke.cli.help import ByteSizeParam, Command, WordParam, option
 from twostroke.cli.options import (
     check_batching,
@@ -21,6 +27,7 @@ from twostroke.cli.planning import (
     THIS_MACHINE,
     BoundedNumberParam,
     check_threads,
+    correction_of,
     efficiency_options,
     kv_format_option,
     objective_options,
@@ -29,9 +36,11 @@ from twostroke.cli.planning import (
     weights_option,
 )
 from twostroke.cli.terminal import printable, show_table
+from twostroke.cli.what_if import read_variants, show_limits
 from twostroke.core.distributed_options import DISAGGREGATE
 from twostroke.core.errors import Field, UsageError
 from twostroke.core.json_io import encode_json
+from twostroke.core.load_options import LoadOptions
 from twostroke.core.message_text import counted_noun
 from twostroke.core.options import BatchOptions, CacheOptions
 from twostroke.fleet.router.options import POLICY_NAMES
@@ -40,9 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from twostroke.lab.measure.requests import Objectives
-    from twostroke.lab.planner import Calibration, Device, PlannedModel
-    from twostroke.lab.planner.reference_calibration import ReferenceCalibration
-    from twostroke.lab.simulator import LoadProbe, Simulation, SimulationSetup, Workload
+    from twostroke.lab.simulator import LoadProbe, Simulation, SimulationSetup, Sweep, Workload
 
 _SYNTHETIC: Final = ("arrivals", "burstiness", "prompt", "output", "spread", "shared")
 
@@ -53,6 +60,8 @@ _SYNTHETIC: Final = ("arrivals", "burstiness", "prompt", "output", "spread", "sh
     params=[
         *click_params(CacheOptions, only=("context_length", "page_size", "prefix_cache")),
         *click_params(BatchOptions),
+        *click_params(LoadOptions),
+        *FAILURE_PARAMS,
     ],
 )
 @click.argument("model")
@@ -96,34 +105,30 @@ _SYNTHETIC: Final = ("arrivals", "burstiness", "prompt", "output", "spread", "sh
 @option(
     "--trace",
     help="Load: the trace azure-conv, azure-code, mooncake-conversation or mooncake-synthetic "
-    "(fetched once), or a file: .csv, .jsonl, or the .json of --record.",
+    "(fetched once), or a file: of --record-trace, .csv, .jsonl, or the .json of --record.",
 )
 @option(
     "--rate", type=float, help="Load: requests per second of a synthetic load, instead of a trace."
 )
 @option(
-    "--arrivals",
-    type=WordParam(("poisson", "constant", "gamma")),
-    help="Distribution of arrivals [default: poisson].",
-)
-@option("--burstiness", type=float, help="Coefficient of variation of gamma arrivals [default: 3].")
-@option("--prompt", type=int, help="Mean tokens of a prompt [default: 1024].")
-@option("--output", type=int, help="Mean tokens of an answer [default: 256].")
-@option("--spread", type=float, help="Coefficient of variation of both lengths [default: 0].")
-@option("--shared", type=int, help="Tokens at the start that all prompts share [default: 0].")
-@option(
     "--requests",
     type=click.IntRange(1),
     help="Use the first N requests [default: all; 1000 with --rate].",
 )
-@option("--speed", default=1.0, help="Make requests arrive X times as fast.")
-@option("--scale", default=1.0, help="Multiply the lengths of prompts and answers by X.")
 @option("--seed", type=click.IntRange(0), default=0, help="Seed of the random numbers.")
 @objective_options()
 @option(
     "--sweep",
     is_flag=True,
     help="Find the highest load at which --good of the requests meet the objectives.",
+)
+@option(
+    "--what-if",
+    "what_if",
+    multiple=True,
+    metavar="CHANGES",
+    help="Also simulate with changed settings, such as replicas=2,token-budget=512, and show up to "
+    "which multiple of the load the objectives are met; repeatable. `usual`: common changes.",
 )
 @option(
     "--good", "share", default=0.9, help="Share of requests, 0 to 1, that must meet the objectives."
@@ -135,6 +140,19 @@ _SYNTHETIC: Final = ("arrivals", "burstiness", "prompt", "output", "spread", "sh
     "memory_bytes",
     type=ByteSizeParam(),
     help="Memory of each replica for keys and values [default: the memory that weights leave].",
+)
+@option(
+    "--page-cache-size",
+    "page_cache_size",
+    type=ByteSizeParam(),
+    help="Give each replica a page cache of this size, as `serve --page-cache` does.",
+)
+@option(
+    "--page-cache-speed",
+    "page_cache_speed",
+    type=BoundedNumberParam(high=1e9, unit=1e9),
+    default=1.0,
+    help="GB/s at which pages are loaded from the page cache.",
 )
 @efficiency_options(1.0, 1.0)
 @option(
@@ -168,14 +186,39 @@ def command(model: str, *, as_json: bool, record: Path | None, **values: Any) ->
 
     objectives = Objectives(values.pop("ttft_s"), values.pop("tpot_s"))
     is_sweep, share = values.pop("sweep"), values.pop("share")
+    what_if = values.pop("what_if")
+    failures = FailureValues(values)
     if is_sweep:
         check_objectives(objectives)
+    if what_if:
+        _check_what_if(objectives, is_sweep=is_sweep, is_recorded=record is not None)
+        variants = read_variants(what_if, values)
     if record is not None:
         check_folder(record, "record")
-    check_effect("share", "sweep", has_effect=is_sweep)
-    _check_effects(values)
+    check_effect("share", "sweep", has_effect=is_sweep or bool(what_if))
+    failures.check_alone(
+        sweep=is_sweep,
+        what_if=bool(what_if),
+        record=record is not None,
+        prefill_replicas=values["prefill_replicas"] > 0,
+        page_cache_size=values["page_cache_size"] is not None,
+    )
+    _check_effects(values, has_failures=failures.has_rates)
     load = _workload(values)
+    if what_if:
+        show_limits(
+            variants,
+            lambda changes: _simulation_setup(model, {**values, **changes}),
+            load,
+            objectives,
+            share=share,
+            as_json=as_json,
+        )
+        return
     setup = _simulation_setup(model, values)
+    if failures.has_rates:
+        _simulate_failures(setup, load, objectives, failures, as_json=as_json)
+        return
     if is_sweep:
         sweep_result = sweep(setup, load, objectives, share, _progress)
         simulation = sweep_result.best.simulation
@@ -186,36 +229,82 @@ def command(model: str, *, as_json: bool, record: Path | None, **values: Any) ->
         with atomic_output(record) as part:
             part.write_bytes(log + b"\n")
     if as_json:
-        printed: Any = replace(simulation, logs=())
-        if is_sweep:
-            probes = [
-                {"speed": p.speed, "rate": p.rate, "meets": p.meets} for p in sweep_result.probes
-            ]
-            about = {"capacity": sweep_result.best.rate, "warning": sweep_result.warning}
-            printed = about | {"probes": probes, "best": printed}
-        click.echo(encode_json(printed).decode())
+        click.echo(_json(simulation, sweep_result if is_sweep else None))
         return
-    for line in _facts(setup, load):
+    for line in facts(setup, load):
         click.echo(printable(line))
     if is_sweep:
-        _show_sweep(sweep_result.probes)
-        good = f"{share:.0%} of requests meet the objectives"
-        warning = f" {sweep_result.warning}" if sweep_result.warning else ""
-        click.echo(
-            f"\nUp to {sweep_result.best.rate:.3g} requests/s {good}.{warning} At that load:\n"
-        )
+        _show_sweep(sweep_result, share)
     _show(simulation, objectives)
 
 
-def _check_effects(values: dict[str, Any]) -> None:
-    """Raise UsageError for options of `simulate` that have no effect."""
+def _json(simulation: Simulation, sweep_result: Sweep | None) -> str:
+    """Return a simulation, or a sweep with its best simulation, as a JSON object."""
+    printed: Any = replace(simulation, logs=())
+    if sweep_result is not None:
+        probes = [{"speed": p.speed, "rate": p.rate, "meets": p.meets} for p in sweep_result.probes]
+        about = {"capacity": sweep_result.best.rate, "warning": sweep_result.warning}
+        printed = about | {"probes": probes, "best": printed}
+    return encode_json(printed).decode()
+
+
+def _simulate_failures(
+    setup: SimulationSetup,
+    load: Workload,
+    objectives: Objectives,
+    failures: FailureValues,
+    *,
+    as_json: bool,
+) -> None:
+    """Show the availability of replicas that fail, or search for replicas that reach one."""
+    from twostroke.lab.simulator import simulate
+
+    if failures.target is not None:
+        cost = failures.search(setup, load, objectives)
+        if as_json:
+            click.echo(encode_json(cost).decode())
+            return
+        for line in facts(setup, load):
+            click.echo(printable(line))
+        show_cost(cost, failures.rates(setup))
+        return
+    simulation = simulate(setup, load, objectives)
+    availability = failures.estimate(setup, load, objectives)
+    if as_json:
+        undisturbed = replace(simulation, logs=())
+        printed = {"without_failures": undisturbed, "availability": availability}
+        click.echo(encode_json(printed).decode())
+        return
+    for line in facts(setup, load):
+        click.echo(printable(line))
+    click.echo("Without failures:\n")
+    _show(simulation, objectives)
+    show_availability(availability, failures.rates(setup))
+
+
+def _check_what_if(objectives: Objectives, *, is_sweep: bool, is_recorded: bool) -> None:
+    from twostroke.lab.simulator.sweep import check_objectives
+
+    if is_sweep or is_recorded:
+        name = "sweep" if is_sweep else "record"
+        raise UsageError("cannot be combined with {other}.", field=name, other=Field("what_if"))
+    check_objectives(objectives, "what_if")
+
+
+def _check_effects(values: dict[str, Any], *, has_failures: bool) -> None:
+    """Raise UsageError for options of `simulate` that have no effect.
+
+    Failures are at random times, so `has_failures` gives the seed an effect.
+    """
     for name in ("link", "disaggregate"):
         check_effect(name, "prefill_replicas", has_effect=values["prefill_replicas"] > 0)
+    has_page_cache = values["page_cache_size"] is not None
+    check_effect("page_cache_speed", "page_cache_size", has_effect=has_page_cache)
     check_effect("draft_cost", "acceptance", has_effect=values["acceptance"] is not None)
     is_gamma, policy = values["arrivals"] == "gamma", values["policy"]
     if values["rate"] is not None:
         check_effect("burstiness", "arrivals", has_effect=is_gamma, value="gamma")
-    check_effect("seed", "rate", has_effect=values["rate"] is not None)
+    check_effect("seed", "rate", has_effect=values["rate"] is not None or has_failures)
     check_batching(policy)
 
 
@@ -265,19 +354,11 @@ def _simulation_setup(model: str, values: dict[str, Any]) -> SimulationSetup:
         question=question,
         cache=options.cache,
         batch=options.batch,
-        calibration=None if is_ideal else _correction(planned, target, threads),
+        calibration=None if is_ideal else correction_of(planned, target, threads),
         is_here=is_here,
         disaggregate=disaggregate,
         **values,
     )
-
-
-def _correction(
-    planned: PlannedModel, device: Device, threads: int | None
-) -> Calibration | ReferenceCalibration | None:
-    from twostroke.lab import planner
-
-    return planner.load_calibration(planned.identity, threads) or planner.reference_steps(device)
 
 
 def _progress(probe: LoadProbe) -> None:
@@ -286,7 +367,8 @@ def _progress(probe: LoadProbe) -> None:
     click.echo(f"{probe.rate:.3g} requests/s: {share:.1%} are good{queue}", err=True)
 
 
-def _facts(setup: SimulationSetup, load: Workload) -> Iterator[str]:
+def facts(setup: SimulationSetup, load: Workload) -> Iterator[str]:
+    """Yield sentences about the simulated replicas and the load, and an empty line."""
     from twostroke.lab.planner.reference_calibration import REFERENCE, ReferenceCalibration
     from twostroke.lab.planner.served import thread_count_text
     from twostroke.lab.planner.words import describe_missing_fields, describe_reference
@@ -310,6 +392,7 @@ def _facts(setup: SimulationSetup, load: Workload) -> Iterator[str]:
         f"{load.name}: {counted_noun(count, 'request', form=',')}{rate}, with {mean_prompt:,.0f} "
         f"prompt tokens and {mean_output:,.0f} output tokens on average"
     )
+    yield from load.notes
     if setup.model.assumed:
         yield describe_missing_fields(setup.model.assumed, setup.model.name)
     if isinstance(setup.calibration, ReferenceCalibration):
@@ -330,17 +413,20 @@ def _facts(setup: SimulationSetup, load: Workload) -> Iterator[str]:
     yield ""
 
 
-def _show_sweep(probes: tuple[LoadProbe, ...]) -> None:
+def _show_sweep(sweep_result: Sweep, share: float) -> None:
     from twostroke.lab.measure.report_text import format_ms
 
     rows: list[tuple[str, ...]] = [("REQUESTS/S", "GOOD", "TTFT P90 MS", "TPOT P90 MS", "QUEUE")]
-    for probe in probes:
+    for probe in sweep_result.probes:
         report = probe.simulation.report
         times = [report.latencies.get(name) for name in ("ttft", "tpot")]
         cells = ["–" if t is None else format_ms(t.percentiles["p90"].value) for t in times]
         queue = "grows" if report.is_growing else ""
         rows.append((f"{probe.rate:.3g}", f"{report.good_share:.1%}", *cells, queue))
     show_table(rows, range(4))
+    good = f"{share:.0%} of requests meet the objectives"
+    warning = f" {sweep_result.warning}" if sweep_result.warning else ""
+    click.echo(f"\nUp to {sweep_result.best.rate:.3g} requests/s {good}.{warning} At that load:\n")
 
 
 def _show(simulation: Simulation, objectives: Objectives) -> None:
@@ -366,6 +452,9 @@ def _answer(simulation: Simulation, objectives: Objectives) -> Iterator[str]:
         f"Prefix cache: {report.hit_rate:.1%} of prompt tokens. Preemptions: "
         f"{simulation.preemptions:,}. Refused: {report.num_refused:,}."
     )
+    if simulation.num_page_loads:
+        loads = counted_noun(simulation.num_page_loads, "request", form=",")
+        yield f"Page cache: pages were loaded for {loads}."
     if simulation.decisions:
         words = (f"{reason} {count:,}" for reason, count in simulation.decisions.items())
         yield f"Decisions about prefill: {', '.join(words)}."

@@ -7,15 +7,17 @@ import sys
 import termios
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 import click
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator, Sequence
+    from collections.abc import Callable, Container, Coroutine, Iterator, Sequence
+    from types import FrameType
 
     from rich.progress import Progress
 
+T = TypeVar("T")
 # Control characters, which would control the terminal, become visible symbols.
 _CONTROLS: Final = {
     **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"},
@@ -127,6 +129,46 @@ def on_interrupt(action: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def run_in_event_loop(running: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine in a new event loop, and return its result.
+
+    SIGTERM and SIGHUP cancel the coroutine, and then end the command with the exit code 128 + the
+    signal's number. An exception of a signal handler would leave the event loop at any place, so
+    that transports, which need the loop, could not be closed.
+    """
+    import asyncio  # commands without an event loop start sooner without it
+
+    received: list[int] = []
+
+    async def run_until_signal() -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+
+        def cancel(number: int, _frame: FrameType | None) -> None:
+            received.append(number)
+            loop.call_soon_threadsafe(task.cancel)
+
+        numbers = (signal.SIGTERM, signal.SIGHUP)
+        handlers = {number: signal.getsignal(number) for number in numbers}
+        caught = [
+            number for number in numbers if callable(handlers[number])
+        ]  # nohup ignores SIGHUP
+        for number in caught:
+            signal.signal(number, cancel)
+        try:
+            return await running
+        finally:
+            for number in caught:
+                signal.signal(number, handlers[number])
+
+    try:
+        return asyncio.run(run_until_signal())
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        sys.exit(128 + received[0])
 
 
 @contextmanager

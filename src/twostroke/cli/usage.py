@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from twostroke.cli.help import Command, WordParam, option
+from twostroke.cli.key_storage import open_key_storage, storage_options
 from twostroke.cli.terminal import show_table
 from twostroke.core.errors import UsageError
+from twostroke.server.auth import costs
 from twostroke.server.auth.prices import read_prices
-from twostroke.server.auth.stored_keys import all_keys
-from twostroke.server.auth.usage import amounts, damaged_owners
-from twostroke.server.storage import open_database
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -25,11 +24,13 @@ if TYPE_CHECKING:
     from twostroke.server.auth.prices import Prices
     from twostroke.server.auth.usage import Amount
 
-_BY: Final = ("key", "tenant", "day", "model")
+_UPSTREAM: Final = "upstream"
+_BY: Final = ("key", "tenant", "day", "model", _UPSTREAM)
 _FIRST: Final = "0000-01-01"
 _LAST: Final = "9999-12-31"
 _COST_DECIMALS: Final = 12  # of costs in JSON and CSV; further decimals are rounding noise
 _COUNTS: Final = ("requests", "input", "cached", "output")
+_COST_NAMES: Final = ("cost", "cost_per_million", "estimated_cost")  # of --by upstream
 
 
 class DayParam(click.ParamType):  # type: ignore[type-arg]
@@ -46,18 +47,13 @@ class DayParam(click.ParamType):  # type: ignore[type-arg]
 
 
 @click.command("usage", cls=Command)
-@option(
-    "--records",
-    type=click.Path(path_type=Path),
-    required=True,
-    metavar="DIR",
-    help="The server's folder of records.",
-)
+@storage_options
 @option(
     "--by",
     type=WordParam(_BY),
     default="key",
-    help="Show a row for each key, tenant, day or model.",
+    help="Show a row for each key, tenant, day or model; upstream: what a router's replicas and "
+    "each upstream have cost.",
 )
 @option("--since", type=DayParam(), help="First day, in UTC [default: all].")
 @option("--until", type=DayParam(), help="Last day, in UTC, included [default: today].")
@@ -70,7 +66,8 @@ class DayParam(click.ParamType):  # type: ignore[type-arg]
 @option("--csv", "as_csv", is_flag=True, help="Print CSV, for spreadsheets.")
 @option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
 def command(
-    records: Path,
+    records: Path | None,
+    store: str | None,
     by: str,
     since: str | None,
     until: str | None,
@@ -86,12 +83,21 @@ def command(
         raise UsageError("Give either --csv or --json.")
     if since and until and since > until:
         raise UsageError(f"--since {since} is later than --until {until}.")
-    table = read_prices(prices) if prices is not None else None
-    with open_database(records) as db:
+    if by == _UPSTREAM:
+        if prices is not None:
+            raise UsageError("--prices has no effect on --by upstream: a router counts its costs.")
         first_day, last_day = since or _FIRST, until or _LAST
-        all_amounts = amounts(db, first_day, last_day)
-        damaged = damaged_owners(db, first_day, last_day)
-        names = {key.id: key.name for key, _ in all_keys(db)}
+        with open_key_storage(records, store) as storage:
+            all_costs = storage.costs(first_day, last_day)
+            damaged_costs = storage.damaged_costs(first_day, last_day)
+        where = "the store" if records is None else str(records / "records.db")
+        return _show_upstreams(all_costs, damaged_costs, where, as_csv=as_csv, as_json=as_json)
+    table = read_prices(prices) if prices is not None else None
+    with open_key_storage(records, store) as storage:
+        first_day, last_day = since or _FIRST, until or _LAST
+        all_amounts = storage.amounts(first_day, last_day)
+        damaged = storage.damaged_owners(first_day, last_day)
+        names = {key.id: key.name for key, _ in storage.all_keys()}
     rows = list(_usage_rows(all_amounts, by, names, table))
     if as_json:
         click.echo(json.dumps([row | _costs(row, _rounded) for row in rows]))
@@ -106,14 +112,82 @@ def command(
         _show(rows, by, table)
     else:
         click.echo("Nothing was used.")
+    where = "the store" if records is None else str(records / "records.db")
     for owner in damaged:
         whose = f"key {owner.key!r}, tenant {owner.tenant!r}, model {owner.model!r}"
-        click.echo(
-            f"The record of {owner.day}, {whose} in {records / 'records.db'} is damaged and left "
-            "out: restore a backup.",
-            err=True,
-        )
+        _report_damage(where, owner.day, whose)
     return int(bool(damaged))
+
+
+def _show_upstreams(
+    all_costs: Iterable[costs.CostAmount],
+    damaged: list[costs.CostOwner],
+    where: str,
+    *,
+    as_csv: bool,
+    as_json: bool,
+) -> int:
+    """Print the tokens and the costs of a router's replicas and upstreams; return the exit code.
+
+    `where` is the place of the costs, for messages about the owners of damaged rows.
+    """
+    rows = list(_cost_rows(all_costs))
+    if as_json:
+        click.echo(json.dumps(rows))
+    elif as_csv:
+        head = (_UPSTREAM, "currency", *_COUNTS, *_COST_NAMES)
+        writer = csv.DictWriter(sys.stdout, head, lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            texts = {
+                name: "" if row[name] is None else _format_cost(row[name]) for name in _COST_NAMES
+            }
+            writer.writerow(row | texts)
+    elif rows:
+        titles = ("COST", "PER 1M TOKENS", "ESTIMATED", "CURRENCY")
+        lines = [("UPSTREAM", *map(str.upper, _COUNTS), *titles)]
+        for row in rows:
+            counts = [f"{row[name]:,}" for name in _COUNTS]
+            per_million = row["cost_per_million"]
+            per_million_text = "-" if per_million is None else f"{per_million:,.4f}"
+            cost, estimated = f"{row['cost']:,.4f}", f"{row['estimated_cost']:,.4f}"
+            figures = (cost, per_million_text, estimated)
+            lines.append((row[_UPSTREAM], *counts, *figures, row["currency"]))
+        show_table(lines, right=range(1, 1 + len(_COUNTS) + len(_COST_NAMES)))
+    else:
+        click.echo("Nothing was used, or no router with --overflow has used this place.")
+    for owner in damaged:
+        whose = f"upstream {owner.upstream!r}, model {owner.model!r}"
+        _report_damage(where, owner.day, whose)
+    return int(bool(damaged))
+
+
+def _cost_rows(all_costs: Iterable[costs.CostAmount]) -> Iterable[dict[str, Any]]:
+    """Return the requests, tokens and costs of each upstream and currency, the replicas first."""
+    rows: dict[tuple[bool, str, str], dict[str, Any]] = {}
+    for amount in all_costs:
+        owner = amount.owner
+        group = {_UPSTREAM: owner.upstream, "currency": owner.currency}
+        position = (owner.upstream != costs.REPLICAS_SIDE, owner.upstream, owner.currency)
+        names = (*_COUNTS, "nanos", "estimated_nanos")
+        row = rows.setdefault(position, group | dict.fromkeys(names, 0))
+        for name in names:
+            row[name] += getattr(amount, name)
+    for position in sorted(rows):
+        row = rows[position]
+        num_tokens = row["input"] + row["output"]
+        row["cost"] = row.pop("nanos") / costs.NANOS
+        per_million = row["cost"] * 1e6 / num_tokens if num_tokens else None
+        row["cost_per_million"] = None if per_million is None else _rounded(per_million)
+        row["estimated_cost"] = row.pop("estimated_nanos") / costs.NANOS
+        yield row
+
+
+def _report_damage(where: str, day: str, whose: str) -> None:
+    click.echo(
+        f"The record of {day}, {whose} in {where} is damaged and left out: restore a backup.",
+        err=True,
+    )
 
 
 def _columns(by: str) -> tuple[str, ...]:

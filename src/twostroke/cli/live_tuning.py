@@ -1,0 +1,215 @@
+"""`serve --autotune` while the server runs: advice from its own trace, applied between steps."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import msgspec
+from msgspec.structs import replace
+
+from twostroke.cli.tuning_search import MIN_MEASURED, TuningAnswer, TuningQuestion
+from twostroke.core import env
+from twostroke.core.message_text import counted_noun
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from twostroke.core.recorded_trace import ServerSettings
+    from twostroke.engine.process.served import EngineFacts
+    from twostroke.lab.simulator.advice import Estimate
+
+TUNED_FLAGS: Final = {"token_budget": "--token-budget", "max_running": "--max-running"}
+# Under an overload, a few more good requests would cost all others much longer times.
+MIN_GOOD_SHARE: Final = 0.5
+INTERVAL_S: Final = 600.0
+_MIN_REST_RATIO: Final = 50.0  # the time between two searches over the time of a search
+_MAX_SEARCH_S: Final = 300.0
+_NICENESS: Final = 19
+_INTERVAL_DEVIATIONS: Final = 1.96  # standard deviations of a 95% interval
+_logger = logging.getLogger("twostroke.serve")
+
+
+class TunableEngine(Protocol):
+    """An engine whose limits can be changed while it runs."""
+
+    @property
+    def facts(self) -> EngineFacts:
+        """Facts about the engine, with its present limits."""
+
+    def change_limits(self, token_budget: int, max_running: int) -> None:
+        """Change the limits of later steps."""
+
+
+class LiveTuner:
+    """Looks for better limits of a running engine every ten minutes, and applies them.
+
+    A search runs in a process of the lowest priority. The pause after a search is at least 50 times
+    as long as the search. Limits under which fewer requests meet the objectives than are estimated
+    without them are taken back, and not tried again.
+    """
+
+    def __init__(
+        self,
+        engine: TunableEngine,
+        question: TuningQuestion,
+        interval_s: float = INTERVAL_S,
+    ) -> None:
+        """Tune `engine`, as `question` describes it."""
+        self._engine = engine
+        self._question = question
+        self._interval_s = interval_s
+        self._rejected: set[ServerSettings] = set()
+        self._stopped = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._last_error = ""
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Apply the limits of the start, and begin to search; `loop` serves the engine."""
+        self._loop = loop
+        if self._question.present != self._question.limits:
+            self._apply(self._question.present)
+        text = "Autotune: looking for better options every %.0f s, from the requests in %s."
+        _logger.info(text, self._interval_s, self._question.trace)
+        self._thread = threading.Thread(target=self._run, name="twostroke-autotune", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End a running search."""
+        self._stopped.set()
+        process = self._process
+        if process is not None:
+            process.kill()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        pause_s, size = self._interval_s, _size(self._question.trace)
+        while not self._stopped.wait(pause_s):
+            new_size = _size(self._question.trace)
+            if new_size == size:
+                continue  # no requests
+            size = new_size
+            began_s = time.monotonic()
+            answer = self._search()
+            if answer is not None:
+                self.take(answer)
+            search_s = time.monotonic() - began_s
+            pause_s = max(self._interval_s, _MIN_REST_RATIO * search_s)
+
+    def _search(self) -> TuningAnswer | None:
+        """Run a search in a process of its own; return None if it fails, or is stopped."""
+        command = [sys.executable, "-P", "-m", "twostroke.cli.tuning_search"]
+        text = msgspec.json.encode(self._question)
+        try:
+            self._process = subprocess.Popen(  # noqa: S603 - this package's own program
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=env.engine_environment(),
+                start_new_session=True,
+            )
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, _NICENESS)
+            try:
+                output, errors = self._process.communicate(text, timeout=_MAX_SEARCH_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.communicate()
+                _logger.info("Autotune: the search was ended after %.0f s.", _MAX_SEARCH_S)
+                return None
+        except OSError as error:
+            _logger.warning("Autotune: no process for the search: %s.", error.strerror)
+            return None
+        try:
+            return msgspec.json.decode(output, type=TuningAnswer)
+        except msgspec.DecodeError:
+            if not self._stopped.is_set():
+                lines = errors.decode(errors="replace").strip().splitlines() or ["no reason"]
+                _logger.warning("Autotune: the search failed: %s", lines[-1])
+            return None
+
+    def take(self, answer: TuningAnswer) -> None:
+        """Judge the present limits, and then apply the advice of a search, or keep the limits."""
+        if answer.error and answer.error != self._last_error:
+            _logger.info("Autotune: %s", answer.error)
+        self._last_error = answer.error
+        if answer.error:
+            return
+        if answer.usual_share is not None and answer.num_measured >= MIN_MEASURED:
+            is_worse = self._is_worse(answer, answer.usual_share)
+            requests = counted_noun(answer.num_measured, "completed request", form=",")
+            text = (
+                f"with {_flags(self._question.present)}, {answer.measured_share:.1%} of {requests} "
+                f"met the objectives; without, {answer.usual_share:.1%} are estimated."
+            )
+            if is_worse:
+                text += f" Back to {_flags(self._question.usual)}."
+            _logger.info("Autotune: %s", text)
+            if is_worse:
+                self._rejected.add(self._question.present)
+                self._apply(self._question.usual)
+                return
+        advised, default = answer.advised, answer.default
+        if not answer.changes or advised is None or default is None or answer.gain is None:
+            return
+        settings = replace(self._question.present, **answer.changes)
+        if (
+            settings in {*self._rejected, self._question.present}
+            or advised.good_share < MIN_GOOD_SHARE
+        ):
+            return
+        requests = counted_noun(answer.num_requests, "request", form=",")
+        gain, low, high = (100 * share for share in msgspec.structs.astuple(answer.gain.share))
+        text = (
+            f"{_flags(settings)} from now on, from the newest {requests}. Expected: "
+            f"{estimate_text(advised)}. Without: {estimate_text(default)}. Gain in the share of "
+            f"requests that meet the objectives: {gain:+.1f} points ({low:+.1f} to {high:+.1f})."
+        )
+        _logger.info("Autotune: %s", text)
+        self._apply(settings)
+
+    @staticmethod
+    def _is_worse(answer: TuningAnswer, usual_share: float) -> bool:
+        """Whether fewer requests met the objectives than without the changes, by the estimate."""
+        share = answer.measured_share
+        noise = _INTERVAL_DEVIATIONS * math.sqrt(
+            max(share * (1 - share), 0.01) / answer.num_measured
+        )
+        return share + noise < usual_share
+
+    def _apply(self, settings: ServerSettings) -> None:
+        assert self._loop is not None, "the tuner was started"
+        change = self._engine.change_limits
+        self._loop.call_soon_threadsafe(change, settings.token_budget, settings.max_running)
+        self._question = replace(self._question, present=settings, changed_s=time.time())
+
+
+def estimate_text(estimate: Estimate) -> str:
+    """Return the figures of an estimate as text."""
+    times = [
+        f"{name} p99 {time_s * 1e3:,.0f} ms"
+        for name, time_s in (("TTFT", estimate.ttft_p99_s), ("TPOT", estimate.tpot_p99_s))
+        if time_s is not None
+    ]
+    return ", ".join([f"{estimate.good_share:.1%} meet the objectives", *times])
+
+
+def _flags(settings: ServerSettings) -> str:
+    values: dict[str, Any] = msgspec.structs.asdict(settings)
+    return ", ".join(f"{flag} {values[name]}" for name, flag in TUNED_FLAGS.items())
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size  # noqa: PTH116 - a plain path
+    except OSError:
+        return 0
