@@ -223,9 +223,10 @@ class DisaggregationOptions(OptionStruct):
 
     `role` "mixed": the engine prefills and decodes its own requests. "prefill": it also prefills
     prompts for decode engines, which connect to `peer_address`. "decode": it lets the engines at
-    `prefill_peers` prefill prompts, and fetches the KV pages. `disaggregate` chooses these prompts:
-    "always", "never", or "auto", where a remote prefill saves time. `peer_link` is the transfer
-    method; "auto" and "nixl" measure the methods and take the faster.
+    `prefill_peers`, and at the addresses in the file `peer_listing`, prefill prompts, and fetches
+    the KV pages. `disaggregate` chooses these prompts: "always", "never", or "auto", where a remote
+    prefill saves time. `peer_link` is the transfer method; "auto" and "nixl" measure the methods
+    and take the faster.
     """
 
     SECTION: ClassVar[str] = "Disaggregated prefill and decode"
@@ -276,16 +277,28 @@ class DisaggregationOptions(OptionStruct):
             "takes the faster one.",
         ),
     ] = "auto"
+    peer_listing: Annotated[
+        str | None,
+        Option(
+            "--prefill-peers-file",
+            metavar="FILE",
+            default="none",
+            help="File with the addresses of prefill engines, one on each line, besides "
+            "--prefill-peer. Changes are followed; the file may be empty.",
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         """Raise UsageError if an option or an address is not valid, or does not fit the role."""
         check(self)
-        if self.role == "decode" and not self.prefill_peers:
+        if self.role == "decode" and not self.prefill_peers and self.peer_listing is None:
             reason = "can be decode only with the address of a prefill engine: set {other}."
             raise UsageError(reason, field="role", other=Field("prefill_peers"))
         if self.role != "decode" and self.prefill_peers:
             reason = "needs {other} decode."
             raise UsageError(reason, field="prefill_peers", other=Field("role"))
+        if self.role != "decode" and self.peer_listing is not None:
+            raise UsageError("needs {other} decode.", field="peer_listing", other=Field("role"))
         if self.role != "decode" and self.disaggregate != "auto":
             raise UsageError("needs {other} decode.", field="disaggregate", other=Field("role"))
         if self.role != "prefill" and self.peer_address is not None:

@@ -8,6 +8,7 @@ import os
 import stat
 import threading
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from twostroke.core.errors import ModelFormatError, TwostrokeError, UsageError
@@ -15,7 +16,6 @@ from twostroke.core.message_text import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 MAX_JSON_BYTES = 1 << 24
 _CHUNK_BYTES = 1 << 17
@@ -163,21 +163,52 @@ def atomic_output(out: Path) -> Iterator[Path]:
 
     Yields a hidden path beside the output file `out`, which is renamed to `out` after the block. If
     the block fails or is interrupted, the hidden file is removed, and `out` stays as it was.
+    A symbolic link stays, and its target is replaced. A device or a pipe, such as /dev/stdout, is
+    never replaced: the finished bytes are written to it.
 
     Raises:
         UsageError: another process is writing `out`.
         TwostrokeError: the disk cannot be written.
     """
-    part = out.with_name(f".{out.stem}.part{out.suffix}")
-    with _write_errors(out), exclusive_output(out.with_name(f".{out.name}.lock"), out):
+    if _is_stream(out):
+        with _write_errors(out), _stream_output(out) as part:
+            yield part
+        return
+    target = Path(os.path.realpath(out))
+    part = target.with_name(f".{target.stem}.part{target.suffix}")
+    with _write_errors(out), exclusive_output(target.with_name(f".{target.name}.lock"), out):
         try:
-            if out.is_dir():
+            if target.is_dir():
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
             part.touch()  # to fail now, not after the work
             yield part
-            move_into_place(part, out)
+            move_into_place(part, target)
         finally:
             part.unlink(missing_ok=True)
+
+
+def _is_stream(path: Path) -> bool:
+    """Return whether a path is a device, a pipe, or an open file of this process."""
+    if path.parts[:2] == ("/", "proc") or path.parts[:3] == ("/", "dev", "fd"):
+        return True
+    if str(path) in {"/dev/stdout", "/dev/stderr"}:  # the shell may have opened a regular file
+        return True
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+@contextmanager
+def _stream_output(out: Path) -> Iterator[Path]:
+    """Yield a temporary path, whose bytes are written to the device or pipe `out` afterwards."""
+    import shutil  # slow to import
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        part = Path(folder) / f"output{out.suffix}"
+        part.touch()
+        yield part
+        # Appending keeps the earlier lines of a regular file that is the standard output.
+        with part.open("rb") as source, out.open("ab", buffering=0) as stream:
+            shutil.copyfileobj(source, stream)
 
 
 @contextmanager

@@ -1,12 +1,15 @@
-"""`Frozen`, the base class of immutable data with typed fields, and range checks of numbers."""
+"""`Frozen`, the base class of immutable data with typed fields, and checks of fields' values."""
 
 from __future__ import annotations
 
-from typing import Final, dataclass_transform
+from typing import TYPE_CHECKING, Final, dataclass_transform
 
 from msgspec import Struct, field
 
-from twostroke.core.errors import UsageError
+from twostroke.core.errors import UsageError, nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
@@ -49,6 +52,17 @@ def check_number(name: str, value: float, *, high: float, low: float | None = No
         low_text = "greater than 0 and at most" if low is None else f"from {_text(low)} to"
         got = f"{value:.15g}" if isinstance(value, float) else str(value)[:_MAX_DIGITS]
         raise UsageError(f"must be {low_text} {_text(high)}, got {got}.", field=name)
+
+
+def check_choice(name: str, value: str, choices: Collection[str]) -> None:
+    """Check that a text is one of `choices`; `name` is the field that the error names.
+
+    Raises:
+        UsageError: the text is no choice; the error names the choice that is most similar to it.
+    """
+    if value not in choices:
+        reason = f"must be one of {', '.join(choices)}, got '{{value}}'.{nearest(value, choices)}"
+        raise UsageError(reason, field=name, value=value)
 
 
 def _text(bound: float) -> str:

@@ -6,6 +6,7 @@ which requests ended. A server that starts again adds another header to the same
 
 from __future__ import annotations
 
+from array import array
 from typing import TYPE_CHECKING, Final
 
 from msgspec import field
@@ -20,11 +21,24 @@ TRACE_VERSION: Final = 1
 BLOCK_TOKENS: Final = 16  # the length of a shared beginning is a multiple of it
 
 
+class ServerSettings(Frozen):
+    """The settings of a server that decide how long its requests take."""
+
+    token_budget: int
+    max_running: int
+
+
 class TraceHeader(Frozen):
-    """The line before the requests of one run of a server."""
+    """The line before the requests of one run of a server, or before requests with other settings.
+
+    `settings` is None in the trace of a router. With `continues`, the server is the same, so that
+    later prompts may share beginnings with prompts before the header.
+    """
 
     recorded_trace: int = TRACE_VERSION
     block_tokens: int = BLOCK_TOKENS
+    settings: ServerSettings | None = None
+    continues: bool = False
 
 
 class TracedRequest(Frozen, omit_defaults=True):
@@ -36,10 +50,15 @@ class TracedRequest(Frozen, omit_defaults=True):
             prompt came from the prefix cache.
         ttft_s, e2e_s: seconds from the arrival to the first token and to the last one.
         service_tier: the request's service tier.
-        outcome: "completed"; "cancelled" if the client disconnected; "failed".
+        outcome: "completed"; "cancelled" if the client disconnected; "failed"; "refused" by a
+            router, since no server had room.
         tenant: a hash of the tenant, which differs from server to server.
         shared: two numbers, if the prompt begins like an earlier one: how many lines before this
             one the earlier prompt stands, and how many tokens the two share.
+        parts_at: the exact number of tokens that the prompt shares with the most similar earlier
+            prompt of its tenant; None if there is no such prompt, or nothing follows. A router
+            estimates it.
+        repeated_tokens: how many tokens after that stand in earlier prompts, too; an estimate.
     """
 
     arrival_s: float
@@ -52,6 +71,8 @@ class TracedRequest(Frozen, omit_defaults=True):
     outcome: str = "completed"
     tenant: str = ""
     shared: tuple[int, int] | None = None
+    parts_at: int | None = None
+    repeated_tokens: int = 0
 
 
 class SharedPrefixes:
@@ -60,30 +81,45 @@ class SharedPrefixes:
     Prompts are compared by the hashes of their blocks. Only recent hashes are remembered.
     """
 
-    def __init__(self, max_recent_blocks: int = _MAX_RECENT_BLOCKS) -> None:
-        """Remember at least `max_recent_blocks` blocks, and at most twice as many."""
+    def __init__(
+        self, block_length: int = BLOCK_TOKENS, max_recent_blocks: int = _MAX_RECENT_BLOCKS
+    ) -> None:
+        """Compare prompts in blocks of `block_length` tokens, or bytes of their text.
+
+        At least `max_recent_blocks` blocks are remembered, and at most twice as many.
+        """
+        self.block_length = block_length
         self._max_recent_blocks = max_recent_blocks
         self._recent: dict[int, int] = {}  # the number of the last prompt with a block, by hash
         self._older: dict[int, int] = {}
         self._num_prompts = 0
 
-    def add(self, tenant: str, prompt: Sequence[int]) -> tuple[int, int] | None:
-        """Add a prompt, and find the most similar earlier prompt.
+    def hashes(self, tenant: str, prompt: Sequence[int]) -> array[int]:
+        """Return the hash of each block of a tenant's prompt, with all blocks before it.
 
-        Returns how many prompts ago the earlier prompt was added, and the number of tokens that
-        both begin with; None if the prompt shares no whole block with an earlier one.
+        The prompt is a list of tokens, or bytes.
+        """
+        size, chain = self.block_length, hash(tenant)
+        hashes = array("q")
+        for start in range(0, len(prompt) - size + 1, size):
+            chain = hash((chain, tuple(prompt[start : start + size])))
+            hashes.append(chain)
+        return hashes
+
+    def add(self, hashes: Sequence[int]) -> tuple[int, int] | None:
+        """Add a prompt by the hashes of its blocks, and find the most similar earlier prompt.
+
+        Returns how many prompts ago the earlier prompt was added, and the length of the beginning
+        that both share; None if the prompt shares no whole block with an earlier one.
         """
         number, self._num_prompts = self._num_prompts, self._num_prompts + 1
         similar_prompt, num_shared = 0, 0
-        chain = hash(tenant)
-        for start in range(0, len(prompt) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
-            # Each hash stands for all tokens up to the end of its block.
-            chain = hash((chain, tuple(prompt[start : start + BLOCK_TOKENS])))
-            if num_shared == start:
-                known_prompt = self._recent.get(chain, self._older.get(chain))
+        for index, block_hash in enumerate(hashes):
+            if num_shared == index:
+                known_prompt = self._recent.get(block_hash, self._older.get(block_hash))
                 if known_prompt is not None:
-                    similar_prompt, num_shared = known_prompt, start + BLOCK_TOKENS
-            self._recent[chain] = number
+                    similar_prompt, num_shared = known_prompt, index + 1
+            self._recent[block_hash] = number
         if len(self._recent) > self._max_recent_blocks:
             self._older, self._recent = self._recent, {}
-        return (number - similar_prompt, num_shared) if num_shared else None
+        return (number - similar_prompt, num_shared * self.block_length) if num_shared else None

@@ -96,6 +96,8 @@ class Request:
         start_within_s: seconds from arrival to the first step.
         timeout_s: seconds from arrival to the end.
         spent_s: seconds of `timeout_s` that were used before arrival.
+        is_admitted: whether the request was admitted before, so that no limit of the queue applies:
+            the engine that had admitted it has died.
         hints: advice about speculation and caching.
         matcher: tells which tokens the constraint in `params` allows; None without a
             constraint.
@@ -141,6 +143,7 @@ class Request:
     start_within_s: float = math.inf
     timeout_s: float = math.inf
     spent_s: float = 0.0
+    is_admitted: bool = False
     hints: Hints = NO_HINTS
     matcher: Matcher | None = None
     pooling: Pooling | None = None

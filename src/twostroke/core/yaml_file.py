@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from functools import reduce
@@ -87,7 +88,7 @@ class YamlFile:
             mismatch = find_mismatch(kind, self._values)
             if mismatch is None:
                 raise UsageError(f"{self._name}: {error}.") from None
-            raise self._explained(mismatch) from None
+            raise self._explained(mismatch, *self._locate(kind, mismatch.path)) from None
         for steps, number in _fractions(self._values):
             if not math.isfinite(number):  # 1e999 becomes inf
                 path = reduce(join_path, map(_step_text, steps), "")
@@ -114,13 +115,33 @@ class YamlFile:
             line = mark.start_mark.line + 1
         return UsageError(f"{self._name}, line {line}: {text}")
 
-    def _explained(self, mismatch: Mismatch) -> UsageError:
+    def _locate(self, kind: type[Any], path: str) -> tuple[str, Steps]:
+        """Return the path of a mismatch with the names of entries in mappings, and its steps.
+
+        `find_mismatch` writes `[...]` for such a name. The entry is found by leaving out others.
+        """
+        beginning, *parts = path.split("[...]")
+        text, steps = beginning, path_steps(beginning)
+        for part in parts:
+            values = copy.deepcopy(self._values)
+            mapping = reduce(lambda value, step: value[step], steps, values)
+            entries = dict(mapping)
+            for name, value in entries.items():
+                mapping.clear()
+                mapping[name] = value
+                if find_mismatch(kind, values) is not None:
+                    break
+            text = join_path(text, str(name)) + part
+            steps += [name, *path_steps(part)]
+        return text, steps
+
+    def _explained(self, mismatch: Mismatch, path: str, steps: Steps) -> UsageError:
         """Return the error about a value that does not fit its type, with the line of the value."""
-        where = f" ({mismatch.path})" if mismatch.path else ""
+        where = f" ({path})" if path else ""
         actual = mismatch.actual
         match mismatch.problem:
             case "missing":
-                reason = f"{mismatch.path} is missing."
+                reason = f"{path} is missing."
             case "unknown":
                 hint = nearest(str(actual), mismatch.expected)
                 fields = ", ".join(mismatch.expected)
@@ -128,7 +149,7 @@ class YamlFile:
             case "word":
                 hint = nearest(str(actual), mismatch.expected)
                 words = ", ".join(mismatch.expected)
-                reason = f"{mismatch.path} must be one of {words}, got '{actual}'.{hint}"
+                reason = f"{path} must be one of {words}, got '{actual}'.{hint}"
             case "type":
                 types = [_EXPECTED_TYPE_TEXTS[name] for name in mismatch.expected if name != "null"]
                 kind = "float" if isinstance(actual, float) else str(actual)
@@ -136,7 +157,7 @@ class YamlFile:
                 reason = f"must be {expected}, got {_TYPE_TEXTS.get(kind, kind)}{where}."
             case _:
                 reason = f"must {mismatch.limits}, got {actual}{where}."
-        return self.error_at(path_steps(mismatch.path), reason)
+        return self.error_at(steps, reason)
 
 
 def _fractions(value: Any, steps: Steps = ()) -> Iterator[tuple[Steps, float]]:

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 HEARTBEAT_INTERVAL_S: Final = 0.2
 _POLL_S: Final = 0.1
-_HEARTBEAT_TIMEOUT_S: Final = 0.8  # a rank without heartbeats for this time is lost
-_STALL_TIMEOUT_S: Final = 0.9  # of the link; longer, so that a frozen rank is noticed first
+_HEARTBEAT_TIMEOUT_S: Final = 2.0  # a rank without heartbeats for this time is lost
+_STALL_TIMEOUT_S: Final = 2.2  # of the link; longer, so that a frozen rank is noticed first
 _LOADING_HEARTBEAT_TIMEOUT_S: Final = 30.0  # loading from a slow disk can block heartbeats
 _END_TIMEOUT_S: Final = 5.0  # until all ranks have freed their memory
 _START_TIMEOUT_S: Final = 20.0  # until the first message of a process that runs

@@ -148,6 +148,15 @@ def check_latent_heads(fields: Fields, spec: ModelSpec) -> None:
         )
 
 
+# The names of latent attention's weights in files of transformers.
+LATENT_NAMES: Final = {
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+}
 _COMMON: Final[dict[str, Any]] = {
     "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
     "v_head_dim": 128,
@@ -188,14 +197,7 @@ DEEPSEEK2 = Family(
     from_config=from_config,
     gguf_values=gguf_values,
     config_values=config_values,
-    layer_names=EXPERT_NAMES | {
-        "self_attn.q_a_proj": "attn_q_a",
-        "self_attn.q_a_layernorm": "attn_q_a_norm",
-        "self_attn.q_b_proj": "attn_q_b",
-        "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
-        "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-        "self_attn.kv_b_proj": "attn_kv_b",
-    },
+    layer_names=EXPERT_NAMES | LATENT_NAMES,
     fused={"attn_kv_a_mqa": ("attn_kv_a", "attn_k_pe")},
     interleaves=True,
     rotated="qk_rope_head_dim",

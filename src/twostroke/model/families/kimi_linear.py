@@ -16,7 +16,7 @@ from twostroke.model.families.common_fields import (
     gguf_attention_layers,
     without_mtp_layers,
 )
-from twostroke.model.families.deepseek import check_latent_heads, stored_width
+from twostroke.model.families.deepseek import LATENT_NAMES, check_latent_heads, stored_width
 from twostroke.model.families.family import Family
 from twostroke.model.families.fields import MAX_HEAD_DIM, MAX_LAYERS, MAX_WIDTH
 from twostroke.model.families.routed_experts import (
@@ -198,12 +198,7 @@ KIMI_LINEAR = Family(
         "self_attn.g_a_proj": "ssm_g_a",
         "self_attn.g_b_proj": "ssm_g_b",
         "self_attn.o_norm": "ssm_norm",
-        "self_attn.q_a_proj": "attn_q_a",
-        "self_attn.q_a_layernorm": "attn_q_a_norm",
-        "self_attn.q_b_proj": "attn_q_b",
-        "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
-        "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-        "self_attn.kv_b_proj": "attn_kv_b",
+        **LATENT_NAMES,
     },
     fused={"attn_kv_a_mqa": ("attn_kv_a", "attn_k_pe")},
     interleaves=True,

@@ -23,9 +23,11 @@ _MULTIPLIER_KEY: Final = "rope.scaling.yarn_log_multiplier"
 
 
 def gguf_values(fields: Fields) -> dict[str, Any]:
-    """Return changed metadata of a GGUF file with the complete magnitude of its YaRN.
+    """Return metadata of a GGUF file in which YaRN's attention factor replaces its multiplier.
 
-    The file has the weight of the logarithm by which the usual magnitude is divided.
+    YaRN scales attention by a magnitude that grows with the logarithm of the context's scaling
+    factor. The file has `yarn_log_multiplier`, with which a second magnitude is computed, and the
+    usual magnitude is divided by the second.
     """
     weight = fields.optional_number(_MULTIPLIER_KEY)
     factor = fields.optional_number("rope.scaling.factor", low=1.0)

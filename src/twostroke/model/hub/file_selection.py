@@ -64,6 +64,11 @@ class FileSelection(Frozen):
     number_format: str | None
     note: str | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all files."""
+        return sum(file.num_bytes for file in self.files)
+
 
 def choose_files(name: HubName, files: Sequence[RepoFile]) -> FileSelection:
     """Return the files of a hub repository to fetch for the model name `name`.
@@ -116,6 +121,21 @@ def add_weights(
     if missing := [path for path in weight_paths if path not in available]:
         raise ModelFormatError(f"{INDEX!r} names {missing[0][:80]!r}, which does not exist.")
     return replace(choice, files=(*choice.files, *(available[path] for path in weight_paths)))
+
+
+def gguf_selections(name: HubName, files: Sequence[RepoFile]) -> list[FileSelection]:
+    """Return every whole GGUF model of a repository; only the named one if `name` has a file.
+
+    The list is empty for a repository, or a name, of safetensors.
+
+    Raises:
+        ModelNotFoundError: the repository has no file of this name.
+    """
+    models = _gguf_models(files)
+    if name.file is not None:
+        selection = choose_files(name, files)
+        return [] if selection.entry is None else [selection]
+    return [_select_gguf(model) for model in models if _is_complete(model)]
 
 
 def quantization(path: str) -> str | None:

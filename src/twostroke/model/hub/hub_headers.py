@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from twostroke.core.errors import ModelFormatError
 from twostroke.core.json_io import read_json
 from twostroke.core.message_text import counted_noun
-from twostroke.model.hub.file_selection import CONFIG, INDEX, TOKENIZER, add_weights, choose_files
+from twostroke.model.hub.file_selection import (
+    CONFIG,
+    INDEX,
+    TOKENIZER,
+    add_weights,
+    choose_files,
+    gguf_selections,
+)
 from twostroke.model.hub.hub import Hub
 
 if TYPE_CHECKING:
@@ -41,6 +48,16 @@ def fetch_headers(name: HubName, folder: Path, inspect: Inspect) -> Path:
     """
     download = _HeaderDownload(Hub(name), folder)
     return download.fetch(name, inspect)
+
+
+def list_gguf_models(name: HubName) -> list[FileSelection]:
+    """Return the GGUF models of a hub repository from its listing.
+
+    If `name` has a file, only this model is returned.
+
+    Raises the errors of `fetch_headers`.
+    """
+    return gguf_selections(name, Hub(name).listing().files)
 
 
 class _HeaderDownload:

@@ -6,6 +6,7 @@ from math import prod
 from typing import TYPE_CHECKING, Final
 
 from twostroke.core.frozen import Frozen
+from twostroke.core.message_text import format_bytes
 from twostroke.model.program.kv_layout import FLOAT16, CacheFormat
 from twostroke.model.program.work import (
     Cost,
@@ -44,6 +45,11 @@ class CostModel(Frozen):
     row_part: int = 0
     num_row_parts: int = 1
     stops_rows: bool = False
+
+    def __repr__(self) -> str:
+        """Return a short text, without each weight's size."""
+        size = format_bytes(sum(self.weight_bytes.values()))
+        return f"<CostModel {self.program.name}: {size} of weights, {self.cache}>"
 
     def part(self, rank: RankProgram) -> CostModel:
         """Return the cost model of one rank's part of the model."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from twostroke.core.frozen import Frozen
+from twostroke.core.message_text import counted_noun
 from twostroke.model.program.kv_layout import (
     FLOAT16,
     STATE_VALUE_BYTES,
@@ -79,6 +80,11 @@ class Program(Frozen, dict=True):
             assert not missing, f"{op} reads {missing} before they are written"
             assert op.output not in written, f"{op.output} is written twice"
             written.add(op.output)
+
+    def __repr__(self) -> str:
+        """Return a short text, without the operations."""
+        operations = f"{counted_noun(len(self.ops), 'operation')}, vocabulary of {self.vocab_size}"
+        return f"<Program {self.name}: {operations}, context of {self.context_length} tokens>"
 
     @property
     def value_widths(self) -> dict[str, int]:

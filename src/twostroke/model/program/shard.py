@@ -51,10 +51,10 @@ class RankProgram(Frozen):
     `weight_columns` gives the columns, for weights that the rank reads only in part. Values that
     have all their columns on the rank have the names of the undivided Program.
 
-    Of a step's rows the rank computes part `row_part` of `num_row_parts` (see `RowParts`): every
-    operation writes these rows of its output, and other rows are undefined. There are three
-    exceptions: `Embed` writes the rows whose tokens it has, `Logits` writes a row for each sampled
-    row, and `AllGather` writes the rows that it gathers.
+    The rank computes part `row_part` of the `num_row_parts` parts of a step's rows (see
+    `RowParts`): every operation writes these rows of its output, and other rows are undefined.
+    There are three exceptions: `Embed` writes the rows whose tokens it has, `Logits` writes a row
+    for each sampled row, and `AllGather` writes the rows that it gathers.
     """
 
     program: Program
@@ -481,11 +481,11 @@ def _part_of(program: Program, ops: Collection[Op]) -> Program:
 def split_sums(ops: Collection[Op], block_sizes: Mapping[str, int]) -> dict[str, int]:
     """Choose the matrix products whose sums ranks split, for `--reduce sum`.
 
-    Returns the names of their outputs, each with a number of input columns: cuts must be at
-    multiples of it. Such a product reads a value that ranks already hold by columns, such as the
-    output of attention, of the delta rule or of Mamba-2. Cuts are between whole quantization blocks
-    of its weight, which have `block_sizes` values; a product whose weight has no block size is not
-    split. A product after attention whose keys and values other operations read is not split
+    Returns the names of their outputs, each with a number of input columns: every cut is at a
+    multiple of this number. Such a product reads a value that ranks already hold by columns, such
+    as the output of attention, of the delta rule or of Mamba-2. Cuts are between whole quantization
+    blocks of its weight, which have `block_sizes` values; a product whose weight has no block size
+    is not split. A product after attention whose keys and values other operations read is not split
     either, since all these operations must be cut at the same heads.
     """
     shared_layers = {op.layer for op in ops if isinstance(op, SharedKvAttention)}

@@ -137,17 +137,17 @@ def _is_single_word(text: str, start: int, end: int) -> bool:
 # turns with another. So these well-known texts always end a generation.
 _END_TEXTS = """
     <|im_end|> <|endoftext|> <|end_of_text|> <|eot_id|> <|eom_id|> <|end|> <|return|> <|call|>
-    <|endofturn|> <end_of_turn> <turn|> <EOT> <｜end▁of▁sentence｜>
+    <|endofturn|> <end_of_turn> <turn|> <EOT> <｜end▁of▁sentence｜> <|calls|> <|flush|>
+    <|end_of_msg|>
 """
+# Where one of these exists (harmony, Solar), `<|end|>` ends a message and not the answer.
+_ENDS_BESIDE_MESSAGES = frozenset(("<|return|>", "<|calls|>"))
 
 
 def end_ids(named_ids: Iterable[int], added: Iterable[AddedToken]) -> frozenset[int]:
-    """Return the token ids that end an answer: `named_ids`, and ids of well-known texts.
-
-    Where `<|return|>` exists (the harmony format), `<|end|>` ends a message and not the answer.
-    """
+    """Return the token ids that end an answer: `named_ids`, and ids of well-known texts."""
     by_text = {token.text: token.id for token in added}
     known_texts = {text for text in _END_TEXTS.split() if text in by_text}
-    if "<|return|>" in known_texts:
+    if not _ENDS_BESIDE_MESSAGES.isdisjoint(known_texts):
         known_texts.discard("<|end|>")
     return frozenset(named_ids) | {by_text[text] for text in known_texts}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from msgspec.structs import replace
 
 from twostroke.core.frozen import Frozen
+from twostroke.core.message_text import counted_noun, format_bytes
 from twostroke.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -70,6 +71,11 @@ class LoadedModel(Frozen):
     pooling: str | None = None
     sampling: SamplingParams = SamplingParams()
     mtp: MtpWeights | None = None
+
+    def __repr__(self) -> str:
+        """Return a short text, without the tensors."""
+        size = f"{counted_noun(len(self.tensors), 'tensor')}, {format_bytes(self.file_bytes)}"
+        return f"<LoadedModel {self.name}: {self.spec.architecture}, {size}, {str(self.path)!r}>"
 
     @property
     def file_bytes(self) -> int:

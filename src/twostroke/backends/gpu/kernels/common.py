@@ -56,7 +56,7 @@ class Parts(Frozen, eq=False):
     part_stride: int = 0
 
     def columns(self, first: int, width: int) -> Parts:
-        """Return a view of `width` columns from column `first` on, in all partial sums."""
+        """Return a view of `width` columns of the result, from `first` on, in all partial sums."""
         values = self.values.view(-1)[first:]
         return Parts(values, width, self.row_stride, self.count, self.part_stride)
 
