@@ -47,6 +47,12 @@ long-fleet: build ## Kill, freeze and cut off replicas behind a router under loa
 	@PYTHONPATH=src:tests $(BIN)/python tests/exact/fleet.py $(ARGS)
 	@PYTHONPATH=src:tests:. $(BIN)/python tests/exact/engine_killers.py
 
+long-deaths: build ## Let engines and replicas die, and compare all streams (ARGS="--deaths 500 --kinds kill drain").
+	@PYTHONPATH=src:tests:. $(BIN)/python tests/exact/deaths.py $(ARGS)
+
+long-routers: build ## Kill routers that share a Redis store under load, and compare all counts (ARGS="--kills 100").
+	@PYTHONPATH=src:tests:. $(BIN)/python tests/exact/routers.py $(ARGS)
+
 long-machine: build ## Run 10,000,000 random operations on KV pages, scheduler, engine and supervisor.
 	@PYTHONPATH=src:tests $(BIN)/python tests/exact/machine.py $(ARGS)
 
@@ -68,6 +74,9 @@ long-models-on-demand: build pull ## Send 500 hostile requests for three models 
 long-ray: build pull ## Start a fleet on Ray, kill and update replicas under load, stop it (ARGS="--kills 10").
 	@$(MAKE) --no-print-directory .venv-fleet/.ready
 	@PYTHONPATH=src .venv-fleet/bin/python tests/exact/ray_fleet.py $(ARGS)
+
+long-from-zero: build ## Scale a fleet's model to zero and back, kill starts, give spot notices (ARGS="--rounds 600").
+	@PYTHONPATH=src:tests:. $(BIN)/python tests/exact/from_zero.py $(ARGS)
 
 long-kv-offload: native $(DEV_READY) ## Damage and swap 10,000 offloaded KV pages; none may be used.
 	@PYTHONPATH=src:tests $(BIN)/python tests/exact/kv_offload.py $(ARGS)

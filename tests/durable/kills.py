@@ -66,6 +66,7 @@ class Campaign:
         if not model.exists():
             write_tiny_gguf(model)
         command = [sys.executable, "-m", "twostroke", "serve", str(model), "--port", "0"]
+        command.append("--no-coalesce")
         command += ["--threads", "1", "--no-access-log", "--records", str(folder / "records")]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
             assert process.stderr is not None

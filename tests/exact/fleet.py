@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
 _TESTS = Path(__file__).resolve().parent.parent
 _TOLD_S = {"kill": 2.0, "reset": 2.0, "freeze": 10.0, "silence": 10.0, "cut": 2.0}
@@ -128,8 +128,11 @@ class Gate:
 class Member:
     """One server process, and its gate."""
 
-    def __init__(self, folder: Path, port: int, *modes: str) -> None:
-        """Serve at a port; `modes` are those of `serve_tiny.py`."""
+    def __init__(
+        self, folder: Path, port: int, *modes: str, variables: Mapping[str, str] | None = None
+    ) -> None:
+        """Serve at a port; `modes` are those of `serve_tiny.py`, `variables` its environment's."""
+        self._variables = dict(variables or {})
         self._folder, self.port, self.gate, self.url = folder, port, Gate(port), ""
         self._modes = modes
         self._process: asyncio.subprocess.Process | None = None
@@ -143,7 +146,7 @@ class Member:
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, str(_TESTS / "support/serve_tiny.py"), str(self._folder)),
             *(str(self.port), "20", "roomy", *self._modes),
-            env=os.environ | {"PYTHONPATH": paths},
+            env=os.environ | {"PYTHONPATH": paths} | self._variables,
             stdout=asyncio.subprocess.PIPE,
         )
         assert self._process.stdout is not None

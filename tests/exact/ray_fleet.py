@@ -29,8 +29,15 @@ models:
     replicas: {replicas}
     cpus: 0.5
     options: {{threads: 1, kv-memory: 300MB, context-length: {context}}}
+  - model: smollm2
+    name: spare
+    min_replicas: 0
+    scale_down_after: 2
+    cpus: 0.5
+    options: {{threads: 1, kv-memory: 300MB, no-coalesce: true}}
 """
 _UP_S = 20.0  # besides loading
+_COLD_S = 10.0  # for a first replica, besides loading
 _BACK_S = 30.0
 _OURS = ("twostroke.fleet", "ray::_Server", "ray::_Manager", "gcs_server", "raylet")
 
@@ -67,6 +74,11 @@ class Campaign:
         took_s = self.up(2)
         self._say(f"up, two replicas: {took_s:.1f} s, of which a model's load {load_s:.1f} s")
         self._check(took_s <= _UP_S + load_s, "up is late")
+        for number in range(3):
+            first_s = self._first_token_s()
+            self._say(f"first token of a model without a replica, try {number}: {first_s:.1f} s")
+            self._check(0 < first_s <= _COLD_S + load_s, "a start from zero is late")
+            self._check(self._is_at_zero(), "a model does not scale to zero")
         with Clients(4) as clients:
             for number in range(num_kills):
                 kind = "actor" if number % 2 == 0 else "server"
@@ -124,12 +136,38 @@ class Campaign:
         from twostroke.fleet.cluster.process import ServerProcess
 
         began_s = time.monotonic()
-        server = ServerProcess(("serve", "smollm2", "--threads", "1"), "127.0.0.1")
+        server = ServerProcess(("serve", "smollm2", "--threads", "1", "--no-coalesce"), "127.0.0.1")
         while not server.state.is_ready:
             time.sleep(0.05)
         took_s = time.monotonic() - began_s
         server.close(5)
         return took_s
+
+    def _first_token_s(self) -> float:
+        """Return the time to the first token of the model `spare`; 0.0 if it is refused."""
+        connection = http.client.HTTPConnection("127.0.0.1", _PORT, timeout=120)
+        body = {"model": "spare", "prompt": "Count to ten.", "max_tokens": 8, "stream": True}
+        began_s = time.monotonic()
+        try:
+            connection.request(
+                "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
+            )
+            answer = connection.getresponse()
+            is_ok = answer.status == http.client.OK and answer.read1()
+            took_s = time.monotonic() - began_s
+            answer.read()
+            return took_s if is_ok else 0.0
+        finally:
+            connection.close()
+
+    def _is_at_zero(self) -> bool:
+        """Wait until the model `spare` has no replica; return whether it has none in time."""
+        until_s = time.monotonic() + _BACK_S
+        while time.monotonic() < until_s:
+            if not self._status()["pools"][1]["replicas"]:
+                return True
+            time.sleep(0.5)
+        return False
 
     def _status(self) -> dict[str, Any]:
         body: dict[str, Any] = json.loads(self.twostroke("status", "--json").stdout)

@@ -98,6 +98,7 @@ def limited_server(group: Path, model: str, *options: str) -> Iterator[tuple[int
     """Yield a server's port, or 0 and its error."""
     enter = f'echo $$ > {group}/cgroup.procs && exec "$@"'
     command = [sys.executable, "-m", "twostroke", "serve", model, "--port", "0", *options]
+    command.append("--no-coalesce")
     process = subprocess.Popen(
         ["sh", "-c", enter, "sh", *command], stderr=subprocess.PIPE, text=True, bufsize=1
     )

@@ -40,6 +40,7 @@ class Server:
     port: int
     key: str | None = None
     process: subprocess.Popen[bytes] | None = None
+    options: tuple[str, ...] = ()
 
     @property
     def url(self) -> str:
@@ -47,7 +48,7 @@ class Server:
 
     def start(self) -> None:
         command = [sys.executable, "-m", "twostroke", "serve", *self.models]
-        command += ["--port", str(self.port), "--drain", "0"]
+        command += ["--port", str(self.port), "--drain", "0", *self.options]
         keys = {} if self.key is None else {"TWOSTROKE_API_KEY": self.key}
         surroundings = {**os.environ, **keys}
         self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=surroundings)
@@ -71,13 +72,15 @@ class Server:
 
 
 @contextmanager
-def _served_page(model: Path, key: str | None = None, names: str = "smollm2") -> Iterator[Server]:
+def _served_page(
+    model: Path, key: str | None = None, names: str = "smollm2", options: tuple[str, ...] = ()
+) -> Iterator[Server]:
     several = ["--models", ",".join(f"{name}={model}" for name in names.split())]
     models = several if " " in names else [str(model), "--name", names]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    server = Server(models, port, key)
+    server = Server(models, port, key, options=options)
     server.start()
     try:
         yield server
@@ -117,6 +120,13 @@ def own_server(browser: Any, smollm2_path: Path) -> Iterator[Server]:
 def key_server(browser: Any, smollm2_path: Path) -> Iterator[Server]:
     """A server that asks for the key "sk-right"."""
     with _served_page(smollm2_path, "sk-right") as server:
+        yield server
+
+
+@pytest.fixture
+def doctor_server(browser: Any, smollm2_path: Path) -> Iterator[Server]:
+    """A server that compares prompts."""
+    with _served_page(smollm2_path, options=("--prompt-doctor",)) as server:
         yield server
 
 

@@ -111,6 +111,32 @@ def test_one_of_several_models_is_chosen(models_server: Any, visit: Visiting) ->
     assert visit.page.inner_text(f"{table} [aria-pressed=true]") == "first"
 
 
+def test_prompts_that_part_are_shown_with_their_text(doctor_server: Any, visit: Visiting) -> None:
+    visit = visit(doctor_server, "#dashboard")
+    section = "section[aria-label='Prompts that part']"
+    visit.page.wait_for_selector(f"{section}:has-text('No prompt parts from an earlier one')")
+    for name in ("Ada", "Grace", "Edsger"):
+        text = f"You talk with {name}. {PROMPT}"
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+        headers = {"content-type": "application/json"}
+        data = json.dumps(body).encode()
+        url = f"{doctor_server.url}v1/chat/completions"
+        urllib.request.urlopen(urllib.request.Request(url, data, headers)).close()
+    visit.page.wait_for_selector(f"{section}:has-text('put the changing part')", timeout=30_000)
+    assert visit.page.locator(f"{section} .excerpt").count() == 0
+    visit.page.check("#prompts-text")
+    visit.page.wait_for_selector(f"{section} .excerpt mark:has-text('.')")
+    assert "You talk with" in _text(visit, f"{section} .excerpt >> nth=0")
+    visit.page.uncheck("#prompts-text")
+    visit.page.wait_for_selector(f"{section} .excerpt", state="detached")
+
+
+def test_a_server_without_the_doctor_shows_no_prompts(visit: Visiting, server: Any) -> None:
+    visit = visit(server, "#dashboard")
+    visit.page.wait_for_selector(VALUE.format("Running requests"))
+    assert not visit.page.is_visible("section[aria-label='Prompts that part']")
+
+
 def test_charts_begin_with_what_was_before(visit: Visiting, server: Any) -> None:
     with _load(server):
         visit = visit(server)

@@ -25,12 +25,13 @@ USAGE = {"prompt_tokens": 9, "completion_tokens": 4, "prompt_tokens_details": No
 
 
 @contextmanager
-def accounting(folder: Path, *urls: str) -> Iterator[LiveRouter]:
+def accounting(folder: Path, *urls: str, **options: Any) -> Iterator[LiveRouter]:
     """Yield a router with records, as `route --records` starts it."""
     with closing(Records(folder)) as records:
         keys = ApiKeys.read(None, None, folder)
         assert keys is not None
-        with live_router(*urls, records=records, api_keys=keys, replica_key=SECRET) as router:
+        facts = {"records": records, "api_keys": keys, "replica_key": SECRET, **options}
+        with live_router(*urls, **facts) as router:
             yield router
 
 

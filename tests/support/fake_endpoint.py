@@ -8,7 +8,10 @@ import json
 import re
 import threading
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import ssl
 
 TEMPLATE_TOKENS = 7  # of each prompt besides its words
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -37,6 +40,8 @@ class EndpointBehavior:
         reasoning: tokens of reasoning before the content.
         error_after: tokens after which an error comes in the stream; 0 for none.
         ends_early: answers have half of their tokens, and end with "stop".
+        has_tools: whether a required tool call is made; if not, `tools` is refused.
+        caches_history: whether all messages but the last are reported as cached.
         has_tokenizer: whether it has `/tokenize`, which counts words.
         bodies: the requests that were answered, without the questions before a run.
     """
@@ -58,6 +63,8 @@ class EndpointBehavior:
     reasoning: int = 0
     error_after: int = 0
     ends_early: bool = False
+    has_tools: bool = True
+    caches_history: bool = False
     has_tokenizer: bool = False
     bodies: list[dict[str, Any]] = field(default_factory=list)
 
@@ -65,8 +72,11 @@ class EndpointBehavior:
 class FakeEndpoint:
     """The server on a free loopback port, with an event loop in its own thread."""
 
-    def __init__(self, behavior: EndpointBehavior | None = None) -> None:
-        """Start the server; return once it listens."""
+    def __init__(
+        self, behavior: EndpointBehavior | None = None, tls: ssl.SSLContext | None = None
+    ) -> None:
+        """Start the server, with TLS if there is a context; return once it listens."""
+        self._tls = tls
         self.behavior = behavior or EndpointBehavior()
         self._loop = asyncio.new_event_loop()
         self._up = threading.Event()
@@ -81,7 +91,7 @@ class FakeEndpoint:
     @property
     def url(self) -> str:
         """The server's address."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"http{'s' if self._tls else ''}://127.0.0.1:{self.port}"
 
     def close(self) -> None:
         """Stop the server."""
@@ -105,7 +115,7 @@ class FakeEndpoint:
             connections.discard(task)
             writer.close()
 
-        server = await asyncio.start_server(connected, "127.0.0.1", 0)
+        server = await asyncio.start_server(connected, "127.0.0.1", 0, ssl=self._tls)
         self.port = server.sockets[0].getsockname()[1]
         self._up.set()
         await self._stop.wait()
@@ -141,26 +151,30 @@ class FakeEndpoint:
     async def _stream(self, writer: asyncio.StreamWriter, body: dict[str, Any]) -> bool:
         """Answer a request; return whether the connection stays open."""
         behavior = self.behavior
-        if behavior.strict and set(body) & {"ignore_eos", "top_k"}:
-            _reply(writer, 400, {"error": {"message": "Unknown parameter."}})
-            return True
-        if body.get("model") not in {None, *behavior.models}:
-            _reply(writer, 404, {"error": {"message": "The model does not exist."}})
+        refusal = self._refusal(body)
+        if refusal is not None:
+            _reply(writer, refusal[0], {"error": {"message": refusal[1]}})
             return True
         limit = body.get("max_tokens") or body.get("max_completion_tokens") or 8
-        is_measured = limit > 1  # the questions before a run have one token
+        # The questions before a run have one token, or ask for a call about the weather.
+        messages = body.get("messages") or [{}]
+        is_measured = limit > 1 and "Look up" not in str(messages[0].get("content"))
+        wants_call = body.get("tool_choice") == "required"
         if is_measured:
             behavior.bodies.append(body)
         number = len(behavior.bodies)
         if is_measured and behavior.refuses and number % 3 == 0:
             _reply(writer, 429, {"error": {"message": "Too many requests."}})
             return True
-        num_tokens = limit // 2 if behavior.ends_early and is_measured else limit
+        ends_early = behavior.ends_early and is_measured
+        num_tokens = 3 if wants_call else limit // 2 if ends_early else limit
         step_s = behavior.step_s + (number * behavior.slow_down_s if is_measured else 0.0)
         writer.write(_HEAD)
         num_sent = 0
         while num_sent < num_tokens:
             await asyncio.sleep(step_s)
+            if writer.is_closing():  # the client gave the request up
+                return False
             if is_measured and num_sent >= num_tokens // 2:
                 if behavior.drops and number % 3 == 0:
                     return False
@@ -168,7 +182,10 @@ class FakeEndpoint:
                     await asyncio.sleep(behavior.stall_s)
             count = min(behavior.chunk_tokens, num_tokens - num_sent)
             num_sent += count
-            _write_event(writer, self._chunk(body, num_sent, count))
+            if wants_call:
+                _write_event(writer, _call_chunk(num_sent))
+            else:
+                _write_event(writer, self._chunk(body, num_sent, count))
             if is_measured and 0 < behavior.error_after <= num_sent:
                 _write_event(writer, {"error": {"message": "The engine died."}})
                 break
@@ -178,6 +195,17 @@ class FakeEndpoint:
             _write_event(writer, {"choices": [], "usage": self._usage(body, num_sent)})
         writer.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
         return True
+
+    def _refusal(self, body: dict[str, Any]) -> tuple[int, str] | None:
+        """Return the status and the message of a refusal; None if the request is accepted."""
+        behavior = self.behavior
+        if behavior.strict and set(body) & {"ignore_eos", "top_k"}:
+            return 400, "Unknown parameter."
+        if body.get("model") not in {None, *behavior.models}:
+            return 404, "The model does not exist."
+        if not behavior.has_tools and "tools" in body:
+            return 400, "tools are not supported"
+        return None
 
     def _chunk(self, body: dict[str, Any], num_sent: int, count: int) -> dict[str, Any]:
         text = " word" * count
@@ -190,13 +218,33 @@ class FakeEndpoint:
         return chunk
 
     def _usage(self, body: dict[str, Any], num_output: int) -> dict[str, Any]:
-        text = body["prompt"] if "prompt" in body else body["messages"][-1]["content"]
-        num_prompt = self.behavior.num_prompt or len(text.split()) + TEMPLATE_TOKENS
+        messages = body.get("messages") or [{"content": body.get("prompt")}]
+        lengths = [len(str(message["content"]).split()) for message in messages]
+        num_prompt = self.behavior.num_prompt or sum(lengths) + TEMPLATE_TOKENS
+        cached = int(num_prompt * self.behavior.cached)
+        if self.behavior.caches_history and len(messages) > 1:
+            cached = num_prompt - lengths[-1]
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": round(num_output * self.behavior.tokens_factor),
-            "prompt_tokens_details": {"cached_tokens": int(num_prompt * self.behavior.cached)},
+            "prompt_tokens_details": {"cached_tokens": cached},
         }
+
+
+def _call_chunk(number: int) -> dict[str, Any]:
+    """Return one of the three chunks of a tool call."""
+    first: dict[str, Any] = {
+        "id": "call_x",
+        "type": "function",
+        "function": {"name": "look_up", "arguments": ""},
+    }
+    parts = [
+        first,
+        {"function": {"arguments": '{"topic": '}},
+        {"function": {"arguments": '"news"}'}},
+    ]
+    delta = {"tool_calls": [{"index": 0, **parts[number - 1]}]}
+    return {"choices": [{"index": 0, "delta": delta}]}
 
 
 def _reply(writer: asyncio.StreamWriter, status: int, fields: dict[str, Any]) -> None:

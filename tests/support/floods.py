@@ -65,6 +65,7 @@ FORMS: Final = ("/v1/files", "/v1/uploads/{upload_id}/parts")
 BODILESS: Final = frozenset(
     (
         *("/", "/page/{name:path}", "/openapi.json", "/metrics", "/api/state", "/api/load"),
+        "/api/prompts",
         *("/health", "/health/live", "/health/ready", "/health/progress"),
         *("/props", "/slots", "/lora-adapters", "/tokenizer_info"),
         *("/v1/models", "/v1/models/{model:path}", "/api/tags", "/api/ps", "/api/version"),

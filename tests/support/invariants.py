@@ -78,7 +78,7 @@ def check_scheduler(
     assert waiting.num_tokens == sum(len(state.request.tokens) for state in waiting)
     alive = [t.request.id for t in (*waiting, *running) if not t.request.is_finished]
     assert sorted(alive) == sorted(scheduler._states), "a request is lost or in two queues"
-    assert len(running) <= scheduler.config.max_running
+    assert len(running) <= scheduler._first_config.max_running
     for state in running:
         check_pages(scheduler._pool, state.request)
     owners = scheduler.prefix_cache._claims.values()

@@ -36,7 +36,7 @@ def keyed_server(
     folder: Path,
     tmp_path: Path,
     file: Path | None = None,
-    engine: Mapping[str, int] = MappingProxyType({}),
+    engine: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> Iterator[LiveServer]:
     """Yield a server with API keys, as `serve --records` starts it."""

@@ -51,6 +51,7 @@ def _operate(machine: SchedulerMachine, rng: random.Random) -> None:
     draft_seed = rng.choice((None, seed, seed))
     possible: list[Callable[[], None]] = [
         machine.flush,
+        lambda: machine.change_limits(seed=seed),
         lambda: machine.add(seed=seed, count=rng.randint(1, 8)),
         lambda: machine.move(seed=seed, count=rng.randint(1, 9)),
         lambda: machine.steps(count=rng.randint(1, 25), dt_s=dt_s, draft_seed=draft_seed),

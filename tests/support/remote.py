@@ -124,7 +124,7 @@ async def first_of(outputs: ServedOutputs) -> Output:
 
 async def idle(engine: ServedEngine) -> EngineStatus:
     """Wait until no page is held, which a step in flight may delay; return the status."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             reading = await engine.read([(10, 0)])
             if not reading.snapshot.scheduler.num_referenced_pages:
@@ -132,6 +132,6 @@ async def idle(engine: ServedEngine) -> EngineStatus:
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - what it waits for has no event
             await asyncio.sleep(0.01)

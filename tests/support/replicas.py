@@ -13,8 +13,10 @@ from twostroke.fleet.router.app import Router, build_app
 from twostroke.fleet.router.options import RouteOptions
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Awaitable, Callable, Iterator
 
+    from twostroke.fleet.shared_records.records import SharedRecords
     from twostroke.server.storage import Records
 
     Behaviour = Callable[["Exchange"], Awaitable[None]]
@@ -67,6 +69,8 @@ class Exchange:
 class FakeReplica:
     """A server whose behaviour a test sets by path; `seen` are the requests to other paths.
 
+    `lists` are the requests for its list of models.
+
     `models` are its models, `row` has additional fields of their rows; `health` is its status, None
     if it does not say it. With `load` it is a Twostroke server that reports this load.
     """
@@ -78,6 +82,7 @@ class FakeReplica:
         self.load: dict[str, Any] | None = None
         self.behaviour: Behaviour = hello
         self.seen: list[Exchange] = []
+        self.lists: list[Exchange] = []
         self.num_connections = 0
         self.url = ""
 
@@ -105,6 +110,7 @@ class FakeReplica:
             else:
                 await exchange.answer(self.health[1], self.health[0])
         elif exchange.path == "/v1/models":
+            self.lists.append(exchange)
             rows = [{"id": name, "object": "model", **self.row} for name in self.models]
             await exchange.answer({"object": "list", "data": rows})
         elif exchange.path == "/api/load" and self.load is not None:
@@ -134,15 +140,18 @@ class Loop:
         self._servers: list[asyncio.Server] = []
         self._thread.start()
 
-    def start(self, replica: FakeReplica, port: int = 0) -> FakeReplica:
-        """Let a replica listen; sets its URL."""
+    def start(
+        self, replica: FakeReplica, port: int = 0, tls: ssl.SSLContext | None = None
+    ) -> FakeReplica:
+        """Let a replica listen, with TLS if there is a context; sets its URL."""
 
         async def listen() -> asyncio.Server:
-            return await asyncio.start_server(replica.serve, "127.0.0.1", port)
+            return await asyncio.start_server(replica.serve, "127.0.0.1", port, ssl=tls)
 
         server = asyncio.run_coroutine_threadsafe(listen(), self.loop).result(10)
         self._servers.append(server)
-        replica.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        scheme = "http" if tls is None else "https"
+        replica.url = f"{scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         return replica
 
     def close(self) -> None:
@@ -180,9 +189,14 @@ class LiveRouter:
 
 
 @contextmanager
-def live_router(*urls: str, records: Records | None = None, **options: Any) -> Iterator[LiveRouter]:
+def live_router(
+    *urls: str,
+    records: Records | None = None,
+    shared_records: SharedRecords | None = None,
+    **options: Any,
+) -> Iterator[LiveRouter]:
     """Yield a running router before the servers at `urls`."""
     options = {"drain_s": 1.0, "wait_s": 1.0, **options}
-    router = Router(RouteOptions(replicas=urls, **options), records)
+    router = Router(RouteOptions(replicas=urls, **options), records, shared_records)
     with closing(router), closing(ServerThread(build_app(router), router)) as thread:
         yield LiveRouter(router, thread)

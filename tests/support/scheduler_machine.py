@@ -65,6 +65,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.earlier: list[Request] = []
         self.in_flight: deque[StepPlan] = deque()
         self.num_started = 0  # of these
+        self.budgets: dict[int, int] = {}
 
     @initialize(seed=_SEEDS, num_pages=st.integers(1, 20))
     def build(self, seed: int, num_pages: int) -> None:
@@ -107,7 +108,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             steps_ahead=self.steps_ahead,
             samples_ahead=self.steps_ahead > 0 and rng.random() < 0.5,
         )
-        batch = rng.randint(1, max_running)
+        self.first_config = config
+        self.batch_size = batch = rng.randint(1, max_running)
         policy = rng.choice((Continuous(), Continuous(), Batched(batch, 1.0), Batched(batch)))
         states = StatePool(num_states) if self.has_states else None
         self.scheduler = Scheduler(config, self.pool, self.index, policy, self.clock, states=states)
@@ -215,7 +217,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         rng = self.rng_of(seed)
         self.counts["drafts"] += add_random_drafts(rng, plan, self.scheduler, outputs, VOCAB_SIZE)
         self.counts["branches"] += sum(len(slice_.branches) for slice_ in plan.slices)
-        assert plan.num_rows <= self.scheduler.config.step_budget
+        assert plan.num_rows <= self.budgets[id(plan)]
         self.count_operation("add drafts")
 
     def start(self) -> None:
@@ -290,6 +292,13 @@ class SchedulerMachine(RuleBasedStateMachine):
                 return
             self.land()
 
+    @rule(seed=_SEEDS)
+    def change_limits(self, seed: int) -> None:
+        rng, first = self.rng_of(seed), self.first_config
+        max_running = rng.randint(self.batch_size, first.max_running)
+        self.scheduler.change_limits(rng.randint(max_running, first.token_budget), max_running)
+        self.counts["changed limits"] += 1
+
     @rule()
     def flush(self) -> None:
         self.scheduler.flush()
@@ -314,12 +323,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.counts["preemptions"] += stats.num_preemptions
         self.counts["hit tokens"] += stats.num_hit_tokens
 
+    def step_budget(self, plan: StepPlan) -> int:
+        """The most rows of a plan: each running request has one, also after a lower limit."""
+        config = self.scheduler.config
+        num_running = sum(1 for request, _, _ in self.live.values() if request.pages)
+        num_running += len(plan.preempted)
+        return replace(config, token_budget=max(config.token_budget, num_running)).step_budget
+
     def check_plan(self, plan: StepPlan) -> None:
         config = self.scheduler.config
-        assert 0 < plan.num_rows <= config.step_budget
+        self.budgets[id(plan)] = self.step_budget(plan)  # limits may change before its drafts
+        assert 0 < plan.num_rows <= self.budgets[id(plan)]
         assert sum(slice_.num_scored for slice_ in plan.slices) <= config.max_scored_rows
         planned = [slice_.request for slice_ in plan.slices]
-        assert len(set(planned)) == len(planned) <= config.max_running
+        assert len(set(planned)) == len(planned) <= self.first_config.max_running
         assert not set(planned) & set(plan.preempted)
         running = [request for request, _, _ in self.live.values() if request.pages]
         best = min(running, key=self.rank, default=None)

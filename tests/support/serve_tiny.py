@@ -31,7 +31,7 @@ class DistantEngine(LocalEngine):
 def main(folder: str, port: str, drain_s: str, *rest: str) -> int:
     """Serve; modes are `stuck`, `static`, `roomy`, `paced`, `records` and `away`."""
     keys = ApiKeys.read(None, None, router=env.replica_key())
-    options = ServeOptions(port=int(port), drain_s=float(drain_s), api_keys=keys)
+    options = ServeOptions(port=int(port), drain_s=float(drain_s), api_keys=keys, coalesces=False)
     batch = BatchOptions(policy="static" if "static" in rest else "continuous", batch_size=4)
     tiny = Tiny(context_length=4096) if "roomy" in rest else None
     with ExitStack() as stack, tiny_client(Path(folder), tiny, batch=batch) as (client, backend):

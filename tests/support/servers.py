@@ -8,6 +8,8 @@ import time
 from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from support.engines import tiny_client
 from support.openapi_checks import CheckedClient, Description
 from support.server_thread import ServerThread
@@ -83,12 +85,18 @@ def live_server(
     options: ServeOptions | None = None,
     *,
     records: Records | None = None,
+    coalesces: bool = False,
     **engine: Any,
 ) -> Iterator[LiveServer]:
-    """Yield a server of a tiny model; `engine` goes to `tiny_client`."""
+    """Yield a server of a tiny model; `engine` goes to `tiny_client`.
+
+    Equal requests in flight are computed each by itself, unless `coalesces` is set: tests send
+    equal requests to make load.
+    """
+    options = replace(options or ServeOptions(drain_s=1), coalesces=coalesces)
     with tiny_client(folder, **engine) as (client, backend), ExitStack() as stack:
         local_engine = stack.enter_context(closing(LocalEngine(client)))
-        api = Api(local_engine, options or ServeOptions(drain_s=1), None, records, (Plans,))
+        api = Api(local_engine, options, None, records, (Plans,))
         stack.callback(api.close)
         thread = stack.enter_context(closing(ServerThread(build_app(api), api)))
         port, url = thread.port, f"http://127.0.0.1:{thread.port}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
@@ -31,6 +30,7 @@ from twostroke.model.loader import load
 
 if TYPE_CHECKING:
     import random
+    from collections import Counter
     from pathlib import Path
 
     from twostroke.engine.process.pending import RemoteOutputs
@@ -50,15 +50,15 @@ class ServiceMachine:
         loaded = load(str(write_tiny_gguf(folder / "tiny.gguf")))
         self.card = tiny_card(loaded, build_program(loaded.spec))
         self.open: dict[asyncio.Task[None], RemoteOutputs | None] = {}
-        self.deaths: Counter[str] = Counter()
+        # By request: the deaths before it was submitted first, since its content was answered.
+        self.deaths_before: dict[str, int] = {}
         self.wrong: list[BaseException] = []
         self.cancelled: set[asyncio.Task[None]] = set()
-        self.computed: set[int] = set()
-        self.process = Process(rng, self.card, self.computed)
+        self.process = Process(rng, self.card)
 
     def _make(self, _load: wire.LoadModel) -> Process:
         self.count_pages()
-        self.process = Process(self.rng, self.card, self.computed)
+        self.process = Process(self.rng, self.card)
         return self.process
 
     async def run(self, num_operations: int) -> None:
@@ -101,7 +101,8 @@ class ServiceMachine:
         harm = rng.choice((*(None,) * 30, POISON, KILLER))
         prompts, params, caller = self.question(harm)
         key = str((prompts, params))
-        outputs, num_deaths = None, self.engine.num_deaths
+        num_deaths = self.engine.num_deaths
+        self.deaths_before.setdefault(key, num_deaths)
         try:
             outputs = await self.engine.generate(prompts, params, caller, rng.choice(_HINTS))
             self.open[me] = outputs
@@ -113,22 +114,21 @@ class ServiceMachine:
                 elif output.finish_reason is not None:
                     self.check_answer(prompts, params, caller, output.index, results)
             self.counts["cancelled" if me in self.cancelled else "answered"] += 1
-            if me in self.cancelled:
-                self.deaths[key] += self.engine.num_deaths > num_deaths
-            else:
-                self.deaths.pop(key, None)
+            self.counts["resumed"] += outputs.num_deaths
+            if me not in self.cancelled:
+                self.deaths_before.pop(key, None)
                 assert harm is None, "harm was not done"
         except asyncio.CancelledError:
-            self.deaths[key] += self.engine.num_deaths > num_deaths
             self.counts["left"] += 1
         except OverloadedError:
             self.counts["refused"] += 1
         except EngineKillerError:
-            assert self.deaths[key] > 2, "refused without its fault"
+            num_deaths = self.engine.num_deaths - self.deaths_before.get(key, 0)
+            assert num_deaths > 2, "refused without its fault"
             self.counts["killers refused"] += 1
         except EngineDiedError:
-            assert outputs is None or outputs.has_started, "it would have been answered"
-            self.deaths[key] += 1
+            num_deaths = self.engine.num_deaths - num_deaths
+            assert num_deaths > self.engine.pending.limits.max_attempts, "it would have gone on"
             self.counts["told"] += 1
         except TwostrokeError as error:
             if harm != POISON:
@@ -272,8 +272,10 @@ class ServiceMachine:
         pending = self.engine._pending
         assert pending.unsent.keys() <= pending.open.keys()
         if pending.unsent and pending.is_up and pending._running_alone is None:
-            first = next(iter(pending.unsent.values()))
-            assert pending.crash_history.must_run_alone(first.message), "it waits for nothing"
+            first = next(iter(pending._suspected.values()))
+            assert pending.crash_history.must_run_alone_to_its_end(first.message), (
+                "it waits for nothing"
+            )
             assert len(pending.open) > len(pending.unsent), "it waits for nobody"
         process = self.process
         if process.handler is not None:

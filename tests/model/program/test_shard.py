@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 NUM_PAGES, CONTEXT = 256, 120
 
+# Ranks sum in another order than one process. The largest difference seen is 5.4e-5 of 1 plus the
+# value (qwen3.5-moe, in float32 on Zen 5); a wrong division differs by about 1.
+TOLERANCE = 5e-4
+
 
 class Model(Frozen):
     """A tiny model, with the random choices of its tests."""
@@ -73,7 +77,9 @@ def test_every_value_is_that_of_one_rank(model: Model) -> None:
     for mesh in meshes + model.meshes(4):
         ranks = ReferenceBackend(program, model.tensors, 1, page_size(mesh), mesh=mesh)
         for name, value in ranks.trace(tokens, names).items():
-            np.testing.assert_allclose(value, expected[name], 0, 1e-4, err_msg=f"{name} {mesh}")
+            np.testing.assert_allclose(
+                value, expected[name], rtol=TOLERANCE, atol=TOLERANCE, err_msg=f"{name} {mesh}"
+            )
 
 
 @pytest.mark.parametrize("model", ["mistral", "mixtral", "gemma3", "olmo2"], indirect=True)

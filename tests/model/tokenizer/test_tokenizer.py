@@ -145,9 +145,10 @@ def test_space_prefix_is_added_to_text_without_one() -> None:
 def test_well_known_ends_end_a_generation_too() -> None:
     assert TOKENIZER.eos_ids == {1, 2}
     assert byte_tokenizer(eot_token_id=0).eos_ids == {0, 1, 2}
-    harmony = byte_tokenizer(odd=(("<|return|>", CONTROL), ("<|end|>", CONTROL)))
-    assert harmony.find("<|return|>") in harmony.eos_ids
-    assert harmony.find("<|end|>") not in harmony.eos_ids
+    for end in ("<|return|>", "<|calls|>"):  # harmony, Solar
+        tokenizer = byte_tokenizer(odd=((end, CONTROL), ("<|end|>", CONTROL)))
+        assert tokenizer.find(end) in tokenizer.eos_ids
+        assert tokenizer.find("<|end|>") not in tokenizer.eos_ids
 
 
 def test_an_end_text_that_is_ordinary_text_does_not_end_a_generation() -> None:
