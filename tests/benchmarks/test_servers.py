@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from support.commands import SOURCE
-from support.servers import wait_for
 from support.tiny import write_tiny_gguf
+from support.waiting import wait_for
 
 _SCRIPT = """
 import contextlib, pathlib, sys, time
@@ -38,7 +38,7 @@ def test_a_server_ends_with_what_has_started_it(tmp_path: Path, number: int) -> 
         server = int(process.stdout.readline())
         assert _runs(server)
         process.send_signal(number)
-    wait_for(lambda: not _runs(server), timeout_s=30)
+    wait_for(lambda: not _runs(server))
 
 
 def _runs(pid: int) -> bool:

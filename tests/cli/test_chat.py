@@ -15,8 +15,8 @@ import pytest
 from rich.console import Console
 
 from support.commands import started
-from support.servers import wait_for
 from support.tiny import write_base_gguf, write_tiny_gguf
+from support.waiting import wait_for
 from twostroke.cli.answer import AnswerStream
 from twostroke.cli.chat import ChatSession
 from twostroke.core.errors import EngineStoppedError

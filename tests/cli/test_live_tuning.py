@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from support.servers import wait_for
 from support.tiny import write_tiny_gguf
+from support.waiting import wait_for
 from twostroke.backends import machine_limits
 from twostroke.cli import tuning_search
 from twostroke.cli.autotune import Autotune

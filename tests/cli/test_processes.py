@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from support.commands import MAIN, SOURCE, started
-from support.servers import wait_for
+from support.waiting import wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -205,7 +205,7 @@ def test_a_server_whose_log_is_on_a_full_disk_serves(tiny: str, shared_cache: Pa
         started("serve", tiny, "--port", str(port), stderr=full) as process,
         httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=20) as http,
     ):
-        wait_for(lambda: process.poll() is not None or _answers(http), timeout_s=30)
+        wait_for(lambda: process.poll() is not None or _answers(http))
         assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).is_success
         process.terminate()
         assert process.wait(30) == 0
@@ -278,7 +278,7 @@ def test_killed_server_keeps_usage_and_learns_what_was_revoked_meanwhile(
         assert process.stderr is not None
         url = process.stderr.readline().decode().split(" at ")[1].split()[0]
         assert [send_request(url, key) for _ in range(4)] == [200] * 4
-        wait_for(lambda: num_requests() == 4, 5)
+        wait_for(lambda: num_requests() == 4)
         assert [send_request(url, key) for _ in range(3)] == [200] * 3
         process.kill()
         assert process.wait(10) == -signal.SIGKILL

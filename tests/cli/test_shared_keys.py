@@ -9,9 +9,9 @@ import pytest
 
 from support.accounts import USAGE, post, whole_response
 from support.replicas import FakeReplica, Loop
-from support.servers import wait_for
 from support.shared_routers import sharing_router
 from support.stores import missing, store
+from support.waiting import wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

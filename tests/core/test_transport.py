@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from support.servers import wait_for
+from support.waiting import wait_for
 from twostroke.core.frozen import Frozen
 from twostroke.core.transport.connection import Connection
 from twostroke.core.transport.frames import ConnectionLostError, InvalidMessageError, MessageFormat

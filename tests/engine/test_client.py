@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from support.engines import tiny_client
-from support.servers import wait_for
+from support.waiting import wait_for
 from twostroke.core.errors import ContextLengthError, OverloadedError, RequestError
 from twostroke.core.request import FinishReason
 from twostroke.core.sampling import SamplingParams

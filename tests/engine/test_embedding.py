@@ -12,9 +12,9 @@ import pytest
 
 from support.engines import tiny_client
 from support.native import native_dir
-from support.servers import wait_for
 from support.tiny import write_tiny_folder, write_tiny_gguf
 from support.vectors import twin
+from support.waiting import wait_for
 from twostroke import LLM, AsyncLLM, EngineOptions
 from twostroke.core.errors import (
     ContextLengthError,

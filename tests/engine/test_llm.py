@@ -9,9 +9,9 @@ import pytest
 
 import twostroke
 from support.native import native_dir
-from support.servers import wait_for
 from support.tiny import infill_metadata, write_base_gguf, write_tiny_folder, write_tiny_gguf
 from support.vocabulary_kinds import GGUF_KINDS, kind_metadata
+from support.waiting import wait_for
 from twostroke import LLM, AsyncLLM, SamplingParams
 from twostroke.backends.cpu import CpuBackend
 from twostroke.core.distributed_options import ParallelOptions

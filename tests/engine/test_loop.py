@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from support.cpu import greedy_request
 from support.engines import tiny_client
-from support.servers import wait_for
 from support.steps import Steps
 from support.tiny import write_tiny_gguf
+from support.waiting import wait_for
 from twostroke.core.errors import (
     DeviceLostError,
     EngineStoppedError,

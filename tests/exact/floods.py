@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING
 
 from support.floods import FORMS, KEYS, NEEDED, Flood
 from support.replicas import FakeReplica, Loop, live_router
-from support.servers import live_server, wait_for
+from support.servers import live_server
+from support.waiting import wait_for
 from twostroke.fleet.router.paths import COMPUTED_PATHS
 from twostroke.server.auth.keys import ApiKeys
 from twostroke.server.options import ServeOptions

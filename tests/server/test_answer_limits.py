@@ -15,8 +15,9 @@ import pytest
 from msgspec import inspect
 
 from support.replicas import live_router
-from support.servers import live_server, wait_for
+from support.servers import live_server
 from support.tiny import Tiny, infill_metadata
+from support.waiting import wait_for
 from twostroke.core.errors import TwostrokeError
 from twostroke.core.mismatch import union_members
 from twostroke.fleet.router.paths import COMPUTED_PATHS, ENGINELESS_PATHS, PROMPT_ONLY_PATHS

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support.servers import live_server, post_bytes, read_all, wait_for
+from support.servers import live_server, post_bytes, read_all
+from support.waiting import wait_for
 from twostroke.server.auth.keys import ApiKeys
 from twostroke.server.body.decode import BodyDecoder
 from twostroke.server.http import fair_queue as turns

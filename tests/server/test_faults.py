@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from support.servers import chat_body, events, live_server, wait_for
+from support.servers import chat_body, events, live_server
 from support.unreliable import Ranks
+from support.waiting import wait_for
 from twostroke.server.generation.running import RunningAnswers
 from twostroke.server.http.model_names import ModelNames
 

@@ -11,7 +11,8 @@ import pytest
 from support.flood_bodies import Body
 from support.floods import BODILESS, FORMS, KEYS, NEEDED, Flood
 from support.replicas import FakeReplica, Loop, live_router
-from support.servers import live_server, wait_for
+from support.servers import live_server
+from support.waiting import wait_for
 from twostroke.fleet.router.paths import COMPUTED_PATHS
 from twostroke.server.auth.keys import ApiKeys
 from twostroke.server.options import ServeOptions

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from support.servers import chat_body, events, live_server, num_unfinished, wait_for
+from support.servers import chat_body, events, live_server, num_unfinished
+from support.waiting import wait_for
 from twostroke.core.errors import OverloadedError
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.client import Caller

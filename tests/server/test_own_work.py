@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from support.servers import live_server, post_bytes, wait_for
+from support.servers import live_server, post_bytes
+from support.waiting import wait_for
 from twostroke.core.cancellation import WorkCancelledError
 from twostroke.model.tokenizer import Tokenizer
 from twostroke.model.tokenizer.merges import Merges

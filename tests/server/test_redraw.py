@@ -11,7 +11,7 @@ import pytest
 
 from support import family_templates
 from support.family_templates import say, talker
-from support.servers import wait_for
+from support.waiting import wait_for
 from twostroke.core.sampling import MAX_SEED
 from twostroke.engine.settling import MAX_REDRAWS
 from twostroke.server.generation.checks import AnswerChecks

@@ -22,7 +22,8 @@ import httpx
 import pytest
 
 from support.server_thread import ServerThread
-from support.servers import chat_body, post_bytes, wait_for
+from support.servers import chat_body, post_bytes
+from support.waiting import wait_for
 from twostroke.core.errors import PortInUseError, UsageError
 from twostroke.server.http.server import bind
 from twostroke.server.options import ServeOptions

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from support.servers import wait_for
 from support.several_models import ModelServer, serving, write_models
+from support.waiting import wait_for
 from twostroke.engine.kv_offload.folder import read_folder
 
 if TYPE_CHECKING:

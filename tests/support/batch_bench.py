@@ -112,9 +112,3 @@ class Bench:
     def lines(self, file: str | None) -> dict[str, Any]:
         text = self.records.files.path(str(file)).read_text()
         return {line["custom_id"]: line for line in map(json.loads, text.splitlines())}
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 of several tasks
-            await asyncio.sleep(0.001)

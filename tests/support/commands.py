@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+_MAX_REPORT = 8000  # characters of each stream that a failed test reports
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
 # SIGINT first: what a shell starts in the background ignores it.
@@ -31,8 +32,13 @@ def started(*arguments: str, script: str = MAIN, **popen: Any) -> Iterator[subpr
         env={**os.environ, "PYTHONPATH": str(SOURCE)},
         **{**streams, **popen},
     )
+    is_passed = False
     try:
         yield process
+        is_passed = True
     finally:
         process.kill()
-        process.communicate()
+        rest = process.communicate(timeout=60)
+        if not is_passed:  # the report of the failed test shows what the process had to say
+            for output in rest:
+                print((output or b"").decode(errors="replace")[-_MAX_REPORT:], file=sys.stderr)

@@ -7,7 +7,8 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.common.servers import Server, free_port, our_command
-from support.disaggregation import check_clean, view, wait_until
+from support.disaggregation import check_clean, view
+from support.waiting import wait_for
 from twostroke import LLM, SamplingParams
 from twostroke.core.constraint import Constraint
 from twostroke.core.distributed_options import DisaggregationOptions
@@ -72,7 +73,7 @@ def compare(case: Case, count: int, seed: int, folder: Path) -> Comparison:
         Server("prefill", (*command, *role, *cache), folder, stack)
         disaggregation = DisaggregationOptions("decode", None, (address,), "always", case.link)
         llm = stack.enter_context(LLM(case.model, _options(case, disaggregation)))
-        wait_until(lambda: view(llm).decode_side.peers[0].state == "up")
+        wait_for(lambda: view(llm).decode_side.peers[0].state == "up")
         result: list[Any] = []
         rng = random.Random(seed)
         while len(result) < count:

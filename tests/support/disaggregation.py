@@ -7,6 +7,7 @@ import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+from support.waiting import wait_for
 from twostroke import LLM, SamplingParams
 from twostroke.core.distributed_options import DisaggregationOptions, OffloadOptions
 from twostroke.core.options import (
@@ -91,7 +92,7 @@ def decode(
     """Yield a decode engine that is connected to the prefill engine at `address`."""
     disaggregation = DisaggregationOptions("decode", None, (address,), rule, peer_link)
     with LLM(path, options(disaggregation, **kwargs)) as llm:
-        wait_until(lambda: view(llm).decode_side.peers[0].state == "up")
+        wait_for(lambda: view(llm).decode_side.peers[0].state == "up")
         yield llm
 
 
@@ -146,15 +147,7 @@ def check_clean(llm: LLM) -> None:
             is_idle = is_idle and not transfers.num_held_states
             return is_idle and not scheduler.stats().num_referenced_pages
 
-    wait_until(is_clean)
-
-
-def wait_until(holds: Callable[[], bool], within_s: float = 20.0) -> None:
-    """Wait until `holds` returns True; fail after `within_s` seconds."""
-    deadline = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < deadline, "it never came to that"
-        time.sleep(0.005)
+    wait_for(is_clean)
 
 
 class Network:

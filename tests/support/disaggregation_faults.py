@@ -19,9 +19,9 @@ from support.disaggregation import (
     pair,
     random_prompts,
     view,
-    wait_until,
 )
 from support.tiny import tiny_of, write_tiny_gguf
+from support.waiting import wait_for
 from twostroke import LLM
 from twostroke.engine.disaggregation import prefill_connection, prefill_side
 
@@ -64,14 +64,14 @@ def run_each_fault(
             for (kind, fault), some, tokens in zip(
                 itertools.product(kinds, FAULTS), prompts, expected, strict=True
             ):
-                wait_until(lambda: view(second).decode_side.peers[0].state == "up")
+                wait_for(lambda: view(second).decode_side.peers[0].state == "up")
                 plan[:] = [kind, fault]
                 if kind == "Abort":
                     second.engine.client.generate(some[0], SAMPLED).cancel()
-                    wait_until(lambda: not plan)
+                    wait_for(lambda: not plan)
                 assert answers(second, some, SAMPLED) == tokens, f"{kind} {fault}"
                 if kind == "Load":
-                    wait_until(lambda: not plan)
+                    wait_for(lambda: not plan)
                 for llm in (first, second):
                     check_clean(llm)
             counts.update(

@@ -15,7 +15,8 @@ import httpx
 import msgspec
 
 from support.flood_bodies import CostlyBodies
-from support.servers import post_bytes, wait_for
+from support.servers import post_bytes
+from support.waiting import wait_for
 from twostroke.lab.planner.endpoint import Plans
 from twostroke.server.http.body_limits import MAX_CONTAINERS
 

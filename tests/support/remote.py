@@ -129,9 +129,3 @@ async def idle(engine: ServedEngine) -> EngineStatus:
             reading = await engine.read([(10, 0)])
             if not reading.snapshot.scheduler.num_referenced_pages:
                 return reading
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 - what it waits for has no event
-            await asyncio.sleep(0.01)

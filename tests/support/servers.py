@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from msgspec.structs import replace
 from support.engines import tiny_client
 from support.openapi_checks import CheckedClient, Description
 from support.server_thread import ServerThread
+from support.waiting import wait_for
 from twostroke.core.frozen import Frozen
 from twostroke.engine.process.served import LocalEngine
 from twostroke.lab.planner.endpoint import Plans
@@ -21,7 +21,7 @@ from twostroke.server.middleware import build_app
 from twostroke.server.options import ServeOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     import httpx
@@ -142,14 +142,6 @@ def read_all(connection: socket.socket) -> bytes:
         pass
     connection.close()
     return received
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 60) -> None:
-    """Wait until `condition` returns True; fail after `timeout_s` seconds."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.005)
 
 
 def events(text: str) -> list[Any]:

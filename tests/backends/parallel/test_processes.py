@@ -16,6 +16,7 @@ import pytest
 from support.cpu import greedy_request
 from support.native import native_dir
 from support.tiny import Tiny, tiny_of, write_tiny_gguf
+from support.waiting import wait_for
 from twostroke import LLM, SamplingParams
 from twostroke.backends.parallel.rank_group import on_cores
 from twostroke.backends.parallel.worker import _failure_of
@@ -65,13 +66,6 @@ def is_over(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
         return True
-
-
-def wait_until(condition, seconds=5.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +180,7 @@ def test_ranks_that_die_or_freeze_are_replaced(path, monkeypatch):
             assert os.sched_getaffinity(rank_pids(os.getpid())[0]) == cores
             request.num_moves += 1  # as a preemption does
             assert backend.run(plan_of(request, 0, 3)).tokens == token
-        wait_until(lambda: all(rank.collective_s > 0 for rank in backend.states()))
+        wait_for(lambda: all(rank.collective_s > 0 for rank in backend.states()))
         zero, rank_one = backend.states()
         assert (zero.num_restarts, rank_one.num_restarts) == (0, 2)
         assert (rank_one.state, rank_one.facts.coordinate.column_part) == ("ready", 1)
@@ -238,7 +232,7 @@ def test_ranks_end_with_rank_0(path, number):
         (pid,) = rank_pids(process.pid)
         process.send_signal(number)
         assert process.wait(10) != 0
-        wait_until(lambda: is_over(pid))
+        wait_for(lambda: is_over(pid))
 
 
 def test_what_cannot_be_divided_is_refused_before_ranks_start(path, tmp_path):

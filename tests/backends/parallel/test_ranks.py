@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from support.waiting import wait_for
 from twostroke.backends.parallel import ranks as module
 from twostroke.backends.parallel.connection import open_connection
 from twostroke.backends.parallel.rank_messages import (
@@ -97,13 +98,6 @@ def group():
     assert all(fake.killed for fake in group.started)
 
 
-def wait_until(condition):
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_ranks_that_live_are_left_alone(group):
     assert sorted(group.ranks.wait_for_hellos()) == [1, 2]
     group.ranks.wait_until_ready()
@@ -178,7 +172,7 @@ def test_a_rank_that_cannot_load_says_why_before_it_ends(group):
     group.ranks.reset(Reset(""), {1})
     group.started[0].rank_end.send(RankFailed("Another file.", "BackendError"))
     group.started[0].rank_end.cut()
-    wait_until(lambda: group.ranks.lost)
+    wait_for(lambda: group.ranks.lost)
     with pytest.raises(BackendError, match=r"Rank 1: Another file\."):
         group.ranks.wait_until_ready(5)
 
@@ -188,10 +182,10 @@ def test_why_a_rank_that_ended_could_not_load_is_the_cause(group):
     group.ranks.reset(Reset(""), {1})
     group.started[0].rank_end.send(RankFailed("Another file.", "BackendError"))
     group.started[0].rank_end.cut()
-    wait_until(lambda: group.ranks.lost)
+    wait_for(lambda: group.ranks.lost)
     assert str(group.ranks.cause(5)) == "Rank 1: Another file."
     group.started[1].rank_end.cut()
-    wait_until(lambda: len(group.ranks.lost) == 2)
+    wait_for(lambda: len(group.ranks.lost) == 2)
     assert isinstance(group.ranks.cause(5), RanksLostError)
 
 
@@ -200,10 +194,10 @@ def test_ranks_that_have_not_loaded_are_started_again_with_a_lost_one(group):
     group.loads = False
     for number in (0, 1):
         group.started[number].rank_end.cut()
-        wait_until(lambda number=number: group.started[number].killed)
+        wait_for(lambda number=number: group.started[number].killed)
     assert group.ranks.restart() == [1, 2]
     group.started[2].rank_end.cut()
-    wait_until(lambda: group.ranks.lost)
+    wait_for(lambda: group.ranks.lost)
     group.loads = True
     assert group.ranks.restart() == [1, 2]
     group.ranks.wait_until_ready(5)
@@ -213,7 +207,7 @@ def test_what_a_replaced_rank_did_is_no_fault_of_the_new_one(group):
     group.ranks.wait_until_ready()
     old = group.started[0]
     old.rank_end.cut()
-    wait_until(lambda: group.ranks.lost)
+    wait_for(lambda: group.ranks.lost)
     assert group.ranks.restart() == [1]
     group.ranks._read_messages(1, old, 0.0)  # the thread looks at it late
     group.ranks.wait_until_ready(5)
@@ -224,7 +218,7 @@ def test_what_a_replaced_rank_did_is_no_fault_of_the_new_one(group):
 def test_a_rank_that_was_ended_by_ctrl_c_is_not_waited_for(group):
     group.ranks.wait_until_ready()
     group.started[1].rank_end.send(RankLeaves())
-    wait_until(lambda: group.ranks.lost)
+    wait_for(lambda: group.ranks.lost)
     with pytest.raises(BackendError, match=r"Rank 2 was ended by Ctrl-C\. It is not started again"):
         group.ranks.restart()
 
@@ -244,7 +238,7 @@ def test_nobody_waits_for_ranks_that_are_given_up(group):
     group.ranks.wait_until_ready()
     group.loads = False
     group.started[0].rank_end.cut()
-    wait_until(lambda: group.ranks.lost)
+    wait_for(lambda: group.ranks.lost)
     group.ranks.restart()
     threading.Timer(0.2, group.ranks.give_up).start()
     with pytest.raises(BackendError, match="The engine closes"):
@@ -255,6 +249,6 @@ def test_a_restarted_rank_of_another_version_is_refused(group):
     group.ranks.wait_until_ready()
     group.version = "2"
     group.started[0].rank_end.cut()
-    wait_until(lambda: group.ranks.lost)
+    wait_for(lambda: group.ranks.lost)
     with pytest.raises(BackendError, match="Rank 1 on here has twostroke 2"):
         group.ranks.restart()

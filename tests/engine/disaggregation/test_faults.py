@@ -23,10 +23,10 @@ from support.disaggregation import (
     prefill,
     scripted_prefill,
     view,
-    wait_until,
 )
 from support.disaggregation_faults import FAULTS, run_each_fault, run_round
 from support.tiny import tiny_of, write_tiny_gguf
+from support.waiting import wait_for
 from twostroke import LLM
 from twostroke.engine.disaggregation import messages
 from twostroke.engine.disaggregation import prefill_connection as peer
@@ -70,7 +70,7 @@ def _outcomes(folder: Path, answer: Callable[[Connection[Any], Any], None], with
         expected = answers(alone, [PROMPT], SAMPLED)
     with scripted_prefill(answer) as address, decode(path, address) as llm:
         generation = llm.engine.client.generate(PROMPT, SAMPLED)
-        wait_until(lambda: view(llm).decode_side.transfers, within_s)
+        wait_for(lambda: view(llm).decode_side.transfers, within_s)
         assert [[choice.token_ids for choice in generation.wait()]] == expected
         check_clean(llm)
         return view(llm).decode_side.transfers

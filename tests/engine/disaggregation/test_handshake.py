@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from msgspec.structs import replace
 
-from support.disaggregation import options, prefill, view, wait_until
+from support.disaggregation import options, prefill, view
 from support.tiny import tiny_of, write_tiny_gguf
+from support.waiting import wait_for
 from twostroke import LLM
 from twostroke.core.distributed_options import DisaggregationOptions
 from twostroke.core.errors import PortInUseError, UsageError
@@ -48,7 +49,7 @@ def test_another_format_is_refused_and_prompts_are_read_here(
     with prefill(path, kv_format="int8") as (_, address):
         disaggregation = DisaggregationOptions("decode", None, (address,), "always")
         with LLM(path, options(disaggregation, kv_format="f16")) as llm:
-            wait_until(lambda: view(llm).decode_side.peers[0].state == "refused")
+            wait_for(lambda: view(llm).decode_side.peers[0].state == "refused")
             assert llm.generate(["hello"])
             assert view(llm).decode_side.decisions["gone"] == 1
     assert "has another format of keys and values (--kv-format)" in caplog.text
@@ -61,8 +62,8 @@ def test_a_refusal_leaves_no_open_file(tmp_path: Path) -> None:
         assert count, "nothing is shared"
         disaggregation = DisaggregationOptions("decode", None, (address,), "always")
         with LLM(path, options(disaggregation, kv_format="f16")) as llm:
-            wait_until(lambda: view(llm).decode_side.peers[0].state == "refused")
-            wait_until(lambda: _num_shared() == count)
+            wait_for(lambda: view(llm).decode_side.peers[0].state == "refused")
+            wait_for(lambda: _num_shared() == count)
 
 
 def _num_shared() -> int:
@@ -108,7 +109,7 @@ def test_strangers_that_prove_nothing_are_few_and_keep_nobody_out_later() -> Non
         assert sum(is_welcome) == 32, "the others are closed at once"
         for stranger in strangers:
             stranger.close()
-        wait_until(lambda: _proves(address))
+        wait_for(lambda: _proves(address))
         assert proved.wait(10)
 
 

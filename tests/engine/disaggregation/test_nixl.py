@@ -30,10 +30,10 @@ from support.disaggregation import (
     random_prompts,
     scripted_prefill,
     view,
-    wait_until,
 )
 from support.disaggregation_faults import run_round
 from support.tiny import tiny_of, write_tiny_gguf
+from support.waiting import wait_for
 from twostroke import LLM
 from twostroke.core.distributed_options import DisaggregationOptions
 from twostroke.core.errors import UsageError
@@ -151,7 +151,7 @@ def test_without_nixl_there_auto_takes_the_socket_and_nixl_is_refused(
             assert view(llm).decode_side.peers[0].link == "socket"
         decode_options = DisaggregationOptions("decode", None, (address,), "always", "nixl")
         with LLM(path, options(decode_options)) as llm:
-            wait_until(lambda: view(llm).decode_side.peers[0].state == "refused")
+            wait_for(lambda: view(llm).decode_side.peers[0].state == "refused")
             assert llm.generate(["hello"])
     assert "does not move pages by NIXL: its --peer-link is socket" in caplog.text
 
@@ -216,7 +216,7 @@ def test_nixl_that_fails_twice_in_turn_is_replaced_by_the_socket(
         expected = answers(alone, prompts, SAMPLED)
     with prefill(path, "tcp") as (_, address), decode(path, address, peer_link="auto") as llm:
         for prompt, tokens in zip(prompts, expected, strict=True):
-            wait_until(lambda: view(llm).decode_side.peers[0].state == "up")
+            wait_for(lambda: view(llm).decode_side.peers[0].state == "up")
             assert answers(llm, [prompt], SAMPLED) == [tokens]
         assert view(llm).decode_side.peers[0].link == "socket"
         assert view(llm).decode_side.transfers == {"lost": 2, "done": 1}
@@ -257,7 +257,7 @@ def test_pages_that_a_peer_may_write_are_held_until_the_carrier_is_closed(
 
         monkeypatch.setattr(fake_nixl.FakeNixlProcess, "close", note)
         assert answers(llm, [prompt], SAMPLED) == expected
-        wait_until(lambda: bool(held_counts))
+        wait_for(lambda: bool(held_counts))
         assert held_counts[0] == len(targets) == 6
         assert view(llm).decode_side.transfers == {"late": 1}
         check_clean(llm)

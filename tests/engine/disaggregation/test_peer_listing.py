@@ -16,9 +16,9 @@ from support.disaggregation import (
     prefill,
     random_prompts,
     view,
-    wait_until,
 )
 from support.tiny import write_tiny_gguf
+from support.waiting import wait_for
 from twostroke import LLM
 from twostroke.core.distributed_options import DisaggregationOptions
 from twostroke.core.errors import UsageError
@@ -54,12 +54,12 @@ def test_prefill_engines_come_and_go_and_the_tokens_stay(tmp_path: Path) -> None
         for number in (1, 2):
             with prefill(path) as (_, address):
                 write_text(listing, f"# present\n{address}\n\n")
-                wait_until(lambda: state() == "up")
+                wait_for(lambda: state() == "up")
                 assert answers(decode, rounds[number], SAMPLED) == expected[number]
                 num_done = view(decode).decode_side.transfers["done"]
                 assert num_done > 0
                 write_text(listing, "")
-                wait_until(lambda: state() == "")
+                wait_for(lambda: state() == "")
         assert answers(decode, rounds[3], SAMPLED) == expected[3]
         decode_side = view(decode).decode_side
         assert decode_side.transfers == {"done": num_done}, "past transfers are counted"

@@ -11,10 +11,10 @@ import pytest
 
 from benchmarks.common.servers import free_port
 from support.disaggregated_tokens import Case, compare
-from support.disaggregation import decode, options, view, wait_until
+from support.disaggregation import decode, options, view
 from support.disaggregation_kills import campaign
-from support.remote import until
 from support.tiny import Tiny, tiny_of, write_tiny_gguf
+from support.waiting import until, wait_for
 from twostroke import SamplingParams
 from twostroke.core.distributed_options import DisaggregationOptions
 from twostroke.engine.process import supervisor
@@ -64,7 +64,7 @@ def test_a_prefill_engine_that_reads_prompts_between_its_deaths_is_started_again
                     lambda pid=pid: engine.supervisor.pid != pid and engine.health is Health.READY
                 )
                 await asyncio.to_thread(
-                    wait_until, lambda: view(llm).decode_side.peers[0].state == "up"
+                    wait_for, lambda: view(llm).decode_side.peers[0].state == "up"
                 )
 
     asyncio.run(run())

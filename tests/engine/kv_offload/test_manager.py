@@ -11,10 +11,10 @@ import pytest
 
 from support.cached_pages import keys_of, young_to_old
 from support.engines import tiny_client
-from support.servers import wait_for
 from support.stored_pages import kind
 from support.stores import SECRET, missing, store
 from support.tiny import write_tiny_gguf
+from support.waiting import wait_for
 from twostroke.core.distributed_options import OffloadOptions, ParallelOptions
 from twostroke.core.errors import UsageError
 from twostroke.core.options import CacheOptions, EngineOptions, SpeculationOptions

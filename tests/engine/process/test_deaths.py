@@ -26,9 +26,9 @@ from support.remote import (
     start_generation,
     started,
     texts,
-    until,
 )
 from support.tiny import Tiny, write_tiny_gguf
+from support.waiting import until
 from twostroke.core.constraint import Constraint
 from twostroke.core.errors import EngineDiedError, EngineStoppedError
 from twostroke.core.request import NO_HINTS, FinishReason

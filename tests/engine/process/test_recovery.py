@@ -12,9 +12,9 @@ import pytest
 from support.engines import tiny_client
 from support.heads import write_random_heads
 from support.native import native_dir
-from support.servers import wait_for
 from support.tiny import write_tiny_gguf
 from support.unreliable import Ranks
+from support.waiting import wait_for
 from twostroke import LLM, SamplingParams
 from twostroke.backends import recipe as recipe_module
 from twostroke.core.constraint import Constraint

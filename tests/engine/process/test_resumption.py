@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from msgspec.structs import replace
 
-from support.remote import ANYONE, first_of, idle, options, started, texts, until
+from support.remote import ANYONE, first_of, idle, options, started, texts
 from support.tiny import Tiny, write_tiny_gguf
+from support.waiting import until
 from twostroke.core.constraint import Constraint
 from twostroke.core.errors import EngineDiedError
 from twostroke.core.options import SpeculationOptions

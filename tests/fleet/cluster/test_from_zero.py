@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from exact.from_zero import campaign, spec_of
 from support.local_fleet import KEY, LocalFleet, free_port
-from support.servers import wait_for
 from support.tiny import Tiny, write_tiny_gguf
+from support.waiting import wait_for
 from twostroke.fleet.cluster.spec import FleetSpec
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def test_prefill_replicas_come_with_the_work_and_go_without(tmp_path: Path) -> N
         assert re.search(r'handover_transfers_total\{outcome="done"\} [1-9]', metrics.text)
         assert ask(0) == text
         wait_for(lambda: not fleet.replicas("reader/"), 60)
-        wait_for(lambda: not prefill_engines(), 20)
+        wait_for(lambda: not prefill_engines())
         assert ask(0) == text
     finally:
         fleet.close()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from support.servers import wait_for
+from support.waiting import wait_for
 from twostroke.core.errors import BackendError
 from twostroke.fleet.cluster import own_ray
 

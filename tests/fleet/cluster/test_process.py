@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from support.commands import SOURCE
-from support.servers import wait_for
 from support.tiny import write_tiny_gguf
+from support.waiting import wait_for
 from twostroke.fleet.cluster import process as fleet_process
 from twostroke.fleet.cluster.process import ServerProcess
 
@@ -70,17 +70,17 @@ def test_a_server_that_dies_or_freezes_is_started_again(
     monkeypatch.setattr(fleet_process, "_CHECK_TIMEOUT_S", 0.3)
     lines: list[str] = []
     with running("serve", tiny, "--in-process", lines=lines) as server:
-        wait_for(lambda: server.state.is_ready, 30)
+        wait_for(lambda: server.state.is_ready)
         first = server.state
         os.kill(first.pid, signal.SIGKILL)
-        wait_for(lambda: server.state.trouble != "", 10)
+        wait_for(lambda: server.state.trouble != "")
         assert not server.state.is_ready
         assert server.state.trouble == "it was ended by signal 9"
-        wait_for(lambda: server.state.is_ready, 30)
+        wait_for(lambda: server.state.is_ready)
         second = server.state
         assert (second.num_starts, second.trouble) == (2, "")
         os.kill(second.pid, signal.SIGSTOP)
-        wait_for(lambda: server.state.pid != second.pid and server.state.is_ready, 30)
+        wait_for(lambda: server.state.pid != second.pid and server.state.is_ready)
         assert is_gone(second.pid)
     assert is_gone(server.state.pid)
     assert any("does not answer" in line for line in lines)
@@ -89,11 +89,11 @@ def test_a_server_that_dies_or_freezes_is_started_again(
 def test_a_server_that_drains_by_itself_is_not_started_again(tiny: str, tmp_path: Path) -> None:
     notice = tmp_path / "notice"
     with running("serve", tiny, "--in-process", "--drain-notice", str(notice)) as server:
-        wait_for(lambda: server.state.is_ready, 30)
+        wait_for(lambda: server.state.is_ready)
         notice.touch()
-        wait_for(lambda: server.state.is_ending, 30)
+        wait_for(lambda: server.state.is_ending)
         assert not server.state.was_told_to_end
-        wait_for(lambda: not server._thread.is_alive(), 30)
+        wait_for(lambda: not server._thread.is_alive())
         assert is_gone(server.state.pid)
         assert (server.state.num_starts, server.state.is_ready) == (1, False)
 
@@ -105,7 +105,7 @@ def test_starts_that_fail_are_counted() -> None:
 
 def test_the_last_sentence_of_a_server_that_cannot_start_is_kept() -> None:
     with running("serve", "no-such-model") as server:
-        wait_for(lambda: server.state.trouble != "", 20)
+        wait_for(lambda: server.state.trouble != "")
         assert server.state.trouble.startswith("There is no model 'no-such-model'.")
         assert server.close(5)
 
@@ -114,7 +114,7 @@ def test_a_taken_port_for_decode_engines_is_said_and_not_tried_for_ever(tiny: st
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
         with running("serve", tiny, "--role", "prefill", "--peer-address", address) as server:
-            wait_for(lambda: server.state.trouble != "", 30)
+            wait_for(lambda: server.state.trouble != "")
             assert f"cannot connect to {address}: another program has" in server.state.trouble
             assert server.state.num_starts == 1
 
@@ -123,17 +123,17 @@ def test_a_server_ends_when_the_process_that_watches_it_was_killed(tiny: str) ->
     command = [sys.executable, "-c", _ORPHAN, tiny]
     killed = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False)
     assert killed.returncode == 9
-    wait_for(lambda: is_gone(int(killed.stdout)), 20)
+    wait_for(lambda: is_gone(int(killed.stdout)))
 
 
 def test_a_server_without_an_address_is_tried_again() -> None:
     server = ServerProcess(("serve", "none"), "203.0.113.1")  # an address of no machine
     try:
-        wait_for(lambda: server.state.trouble != "", 10)
+        wait_for(lambda: server.state.trouble != "")
         assert server.state.trouble.startswith("it cannot be started: ")
     finally:
         assert server.close(5)
-    wait_for(lambda: not server._thread.is_alive(), 5)
+    wait_for(lambda: not server._thread.is_alive())
 
 
 def test_a_server_that_is_closed_as_it_starts_is_not_left_alone(

@@ -8,7 +8,8 @@ import httpx
 import pytest
 
 from support.replicas import FakeReplica, Loop, live_router
-from support.servers import LiveServer, live_server, wait_for
+from support.servers import LiveServer, live_server
+from support.waiting import wait_for
 from twostroke.core.errors import UsageError
 from twostroke.core.message_text import counted_noun
 from twostroke.fleet.router.options import RouteOptions

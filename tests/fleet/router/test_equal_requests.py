@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from support.replicas import Exchange, FakeReplica, Loop, live_router
-from support.servers import wait_for
+from support.waiting import wait_for
 from twostroke.fleet.router.equal_requests import EqualRequests, equal_key
 
 PATH = "/v1/chat/completions"

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from support.replicas import Exchange, FakeReplica, Loop, live_router
-from support.servers import wait_for
+from support.waiting import wait_for
 
 if TYPE_CHECKING:
     from support.replicas import LiveRouter

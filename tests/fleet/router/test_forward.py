@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from support.replicas import Exchange, FakeReplica, Loop, hello, live_router
-from support.servers import wait_for
+from support.waiting import wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from support.replicas import LOAD, Exchange, FakeReplica, Loop, live_router
-from support.servers import wait_for
+from support.waiting import wait_for
 from twostroke.core.errors import UsageError
 from twostroke.fleet.router.health_checker import HealthChecker
 from twostroke.fleet.router.options import RouteOptions

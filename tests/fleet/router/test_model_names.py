@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from support.replicas import FakeReplica, Loop, live_router
-from support.servers import wait_for
+from support.waiting import wait_for
 
 _BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
 

@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from support.replicas import Exchange, FakeReplica, LiveRouter, Loop, hello, live_router
-from support.servers import wait_for
 from support.vendors import HELLO, overflow_file, start_vendor
+from support.waiting import wait_for
 from twostroke.core.errors import UsageError
 from twostroke.fleet.cluster.router_link import (
     ListedModel,
@@ -109,7 +109,7 @@ def _metric(fleet: Fleet, name: str) -> float:
 
 def test_requests_of_all_protocols_wait_for_the_first_replica(fleet: Fleet) -> None:
     answers = [fleet.send(path=path) for path in _REQUESTS]
-    wait_for(lambda: fleet.num_waiting() == len(_REQUESTS), 5)
+    wait_for(lambda: fleet.num_waiting() == len(_REQUESTS))
     assert _metric(fleet, 'twostroke_router_start_waiting_requests{model="tiny"}') == len(_REQUESTS)
     replica = fleet.start("tiny")
     assert [answer.result(10).status_code for answer in answers] == [200] * len(_REQUESTS)
@@ -123,7 +123,7 @@ def test_models_without_replicas_are_listed_and_are_not_started_by_that(fleet: F
     rows = fleet.get("/v1/models").json()["data"]
     assert [row["id"] for row in rows] == ["tiny", "other"]
     fleet.start("tiny")
-    wait_for(lambda: len(fleet.live.router.fleet.ready) == 1, 5)
+    wait_for(lambda: len(fleet.live.router.fleet.ready) == 1)
     rows = fleet.get("/v1/models", **{"anthropic-version": "2023-06-01"}).json()["data"]
     assert sorted(row["id"] for row in rows) == ["other", "tiny"]
     assert fleet.get("/v1/models/other").json()["id"] == "other"
@@ -137,9 +137,9 @@ def test_a_router_without_replicas_is_ready_if_requests_may_wait(fleet: Fleet) -
 
 def test_a_request_waits_for_its_own_model_only(fleet: Fleet) -> None:
     other = fleet.start("other")
-    wait_for(lambda: len(fleet.live.router.fleet.ready) == 1, 5)
+    wait_for(lambda: len(fleet.live.router.fleet.ready) == 1)
     answer = fleet.send("TINY:latest")
-    wait_for(lambda: fleet.num_waiting() == 1, 5)
+    wait_for(lambda: fleet.num_waiting() == 1)
     tiny = fleet.start("tiny")
     assert answer.result(10).status_code == 200
     assert (len(other.seen), len(tiny.seen)) == (0, 1)
@@ -167,16 +167,16 @@ def test_a_request_that_waited_long_enough_learns_when_to_come_again(fleet: Flee
 @pytest.mark.parametrize("fleet", [{"listed": True, "startable_models": ()}], indirect=True)
 def test_a_model_that_fails_again_and_again_is_told_to_waiting_requests(fleet: Fleet) -> None:
     fleet.say(ListedModel(name="tiny"))
-    wait_for(lambda: "tiny" in fleet.live.router.fleet.starts.models, 5)
+    wait_for(lambda: "tiny" in fleet.live.router.fleet.starts.models)
     answer = fleet.send()
-    wait_for(lambda: fleet.num_waiting() == 1, 5)
+    wait_for(lambda: fleet.num_waiting() == 1)
     fleet.say(ListedModel(name="tiny", failure="the file is damaged"))
     refused = answer.result(10)
     assert refused.status_code == 503
     assert refused.json()["error"]["code"] == "model_not_started"
     assert fleet.send().result(10).json()["error"]["code"] == "model_not_started"
     fleet.say(ListedModel(name="tiny"))
-    wait_for(lambda: not fleet.live.router.fleet.starts.models["tiny"].failure, 5)
+    wait_for(lambda: not fleet.live.router.fleet.starts.models["tiny"].failure)
     answer = fleet.send()
     fleet.start("tiny")
     assert answer.result(10).status_code == 200
@@ -190,7 +190,7 @@ def test_a_client_that_leaves_frees_its_place(fleet: Fleet) -> None:
             timeout=0.3,
             trust_env=False,
         )
-    wait_for(lambda: fleet.num_waiting() == 0, 5)
+    wait_for(lambda: fleet.num_waiting() == 0)
     left = 'twostroke_router_start_waited_requests_total{model="tiny",outcome="left"}'
     assert _metric(fleet, left) == 1
 
@@ -198,7 +198,7 @@ def test_a_client_that_leaves_frees_its_place(fleet: Fleet) -> None:
 @pytest.mark.parametrize("fleet", [{"start_queue": 2}], indirect=True)
 def test_a_full_queue_refuses_with_the_expected_wait(fleet: Fleet) -> None:
     waiting = [fleet.send(), fleet.send("other")]
-    wait_for(lambda: fleet.num_waiting() + fleet.num_waiting("other") == 2, 5)
+    wait_for(lambda: fleet.num_waiting() + fleet.num_waiting("other") == 2)
     refused = fleet.send().result(10)
     assert refused.status_code == 503
     assert int(refused.headers["retry-after"]) >= 1
@@ -230,12 +230,12 @@ def test_a_request_that_comes_while_the_last_replica_drains_waits_for_the_next(
         await exchange.answer({"error": {"message": "stopping"}}, 503)
 
     last = fleet.start("tiny")
-    wait_for(lambda: len(fleet.live.router.fleet.ready) == 1, 5)
+    wait_for(lambda: len(fleet.live.router.fleet.ready) == 1)
     last.behaviour = refuse
     answer = fleet.send()
-    wait_for(lambda: len(last.seen) == 1, 5)
+    wait_for(lambda: len(last.seen) == 1)
     last.load = {"status": "draining"}
-    wait_for(lambda: fleet.num_waiting() == 1, 5)
+    wait_for(lambda: fleet.num_waiting() == 1)
     fleet.unlist(last)
     time.sleep(1.5)  # longer than `wait_s`
     fleet.start("tiny")
@@ -254,19 +254,19 @@ def test_replicas_are_wanted_while_requests_wait_or_run(fleet: Fleet) -> None:
 
     assert (count(), wanted_replicas(registry)) == (0, 0)
     answer = fleet.send()
-    wait_for(lambda: fleet.num_waiting() == 1, 5)
+    wait_for(lambda: fleet.num_waiting() == 1)
     assert (count(), wanted_replicas(registry, "other")) == (1, 0)
     replica = fleet.start("tiny")
     replica.behaviour = hold
-    wait_for(lambda: len(replica.seen) == 1, 5)
+    wait_for(lambda: len(replica.seen) == 1)
     assert count() == 1
     fleet.fakes.loop.call_soon_threadsafe(gate.set)
     assert answer.result(10).status_code == 200
-    wait_for(lambda: count() == 0, 5)
+    wait_for(lambda: count() == 0)
     replica.load = {"running": 1}  # for another client
-    wait_for(lambda: count() == 1, 5)
+    wait_for(lambda: count() == 1)
     replica.load = {"running": 1, "status": "dead"}  # what it reported last is not true any more
-    wait_for(lambda: count() == 0, 5)
+    wait_for(lambda: count() == 0)
 
 
 def test_an_upstream_may_answer_while_the_first_replica_starts(fakes: Loop, tmp_path: Path) -> None:
@@ -285,14 +285,14 @@ def test_a_model_that_comes_back_different_is_logged(
     fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = fleet.start("tiny")
-    wait_for(lambda: len(fleet.live.router.fleet.ready) == 1, 5)
+    wait_for(lambda: len(fleet.live.router.fleet.ready) == 1)
     fleet.unlist(first)
-    wait_for(lambda: not fleet.live.router.fleet.ready, 5)
+    wait_for(lambda: not fleet.live.router.fleet.ready)
     second = FakeReplica("tiny")
     second.load = {"numerics": "2"}
     fleet.replicas.append(fleet.fakes.start(second))
     fleet._write()
-    wait_for(lambda: len(fleet.live.router.fleet.ready) == 1, 5)
+    wait_for(lambda: len(fleet.live.router.fleet.ready) == 1)
     assert "The model tiny has come back with another model file" in caplog.text
 
 

@@ -13,7 +13,7 @@ from support.accounts import accounting
 from support.keys import add
 from support.overflowing import NOBODY, begin, overflow_router, overflow_state, post, side
 from support.replicas import Exchange, FakeReplica, LiveRouter, Loop, live_router
-from support.servers import events, wait_for
+from support.servers import events
 from support.vendors import (
     CHAT,
     CHAT_COST,
@@ -27,6 +27,7 @@ from support.vendors import (
     start_vendor,
     with_status,
 )
+from support.waiting import wait_for
 from twostroke.server.auth.costs import NANOS, amounts
 from twostroke.server.storage import open_database
 

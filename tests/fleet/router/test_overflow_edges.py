@@ -10,7 +10,6 @@ import httpx
 import pytest
 
 from support.overflowing import begin, overflow_router, post, side
-from support.servers import wait_for
 from support.vendors import (
     CHAT,
     HELLO,
@@ -18,6 +17,7 @@ from support.vendors import (
     chat_events,
     with_status,
 )
+from support.waiting import wait_for
 from twostroke.fleet.router.api_events import ApiEvents
 from twostroke.fleet.router.api_request import api_body, api_headers, fields_of
 from twostroke.fleet.router.overflow_file import BoughtModel, UpstreamSpec

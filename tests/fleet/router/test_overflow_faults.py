@@ -15,7 +15,6 @@ import pytest
 
 from support.overflowing import NOBODY, begin, overflow_router, post, side
 from support.replicas import Exchange, FakeReplica, Loop, live_router
-from support.servers import wait_for
 from support.vendors import (
     CHAT,
     HELLO,
@@ -29,6 +28,7 @@ from support.vendors import (
     start_vendor,
     with_status,
 )
+from support.waiting import wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,8 +11,9 @@ import pytest
 
 from support.accounts import SECRET, accounting, used
 from support.keys import add
-from support.servers import live_server, wait_for
+from support.servers import live_server
 from support.vendors import CHAT, overflow_file, start_vendor
+from support.waiting import wait_for
 from twostroke.core.errors import OverloadedError
 from twostroke.server.auth.keys import ApiKeys
 from twostroke.server.options import ServeOptions

@@ -14,7 +14,6 @@ from support.accounts import SECRET, accounting
 from support.keys import add
 from support.overflowing import NOBODY, begin, overflow_router, post
 from support.replicas import Exchange, FakeReplica, Loop, live_router
-from support.servers import wait_for
 from support.vendors import (
     MESSAGES,
     FakeVendor,
@@ -22,6 +21,7 @@ from support.vendors import (
     start_vendor,
     with_status,
 )
+from support.waiting import wait_for
 from twostroke.core.errors import UsageError
 from twostroke.server.auth.keys import ApiKeys
 from twostroke.server.auth.stored_keys import change

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from support.keys import add
-from support.servers import wait_for
+from support.waiting import wait_for
 from twostroke.server.auth.usage import amounts
 from twostroke.server.http.api_key import KeyLimits
 from twostroke.server.storage import open_database

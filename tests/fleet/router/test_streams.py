@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from support.replicas import Exchange, FakeReplica, Loop, live_router
-from support.servers import wait_for
+from support.waiting import wait_for
 from twostroke.fleet.router.upstream import Address, ConnectionPool, UpstreamConnection
 from twostroke.server.http.limits import RequestLimits
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from support.replicas import Exchange, FakeReplica, Loop, live_router
-from support.servers import live_server, wait_for
+from support.servers import live_server
+from support.waiting import wait_for
 from twostroke.lab.simulator import read_trace
 from twostroke.lab.simulator.recorded_traces import read_recorded_trace, report_prompts
 from twostroke.server.options import ServeOptions

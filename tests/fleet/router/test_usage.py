@@ -23,7 +23,8 @@ from support.accounts import (
 )
 from support.keys import add
 from support.replicas import Exchange, FakeReplica, Loop
-from support.servers import live_server, wait_for
+from support.servers import live_server
+from support.waiting import wait_for
 from twostroke.fleet.router.usage_meter import with_usage_option
 from twostroke.server.auth.keys import ApiKeys
 from twostroke.server.options import ServeOptions

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from support.overflowing import NOBODY, begin, overflow_state, post, side
-from support.servers import wait_for
 from support.shared_routers import add_key, sharing_router
 from support.vendors import CHAT_COST, PRICES, FakeVendor, overflow_file, start_vendor
+from support.waiting import wait_for
 from twostroke.fleet.shared_records import stored_costs
 from twostroke.fleet.shared_records.script import PREFIX
 from twostroke.fleet.shared_records.store import StoreError, open_store

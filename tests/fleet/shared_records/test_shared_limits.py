@@ -12,8 +12,8 @@ import pytest
 
 from support.accounts import BODY, CHAT, USAGE, post, whole_response
 from support.replicas import FakeReplica
-from support.servers import wait_for
 from support.shared_routers import add_key, sharing_router, used
+from support.waiting import wait_for
 from twostroke.server.http.api_key import KeyLimits
 
 if TYPE_CHECKING:

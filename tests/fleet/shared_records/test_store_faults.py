@@ -15,9 +15,9 @@ import pytest
 
 from support.accounts import USAGE, post, whole_response
 from support.replicas import FakeReplica
-from support.servers import wait_for
 from support.shared_routers import add_key, sharing_router, used
 from support.stores import missing, store
+from support.waiting import wait_for
 from twostroke.core.errors import TwostrokeError, UsageError
 from twostroke.fleet.shared_records.limit_check import SharedSpending
 from twostroke.fleet.shared_records.records import SharedRecords

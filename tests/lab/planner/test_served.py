@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from support.servers import live_server, wait_for
+from support.servers import live_server
 from support.tiny import write_tiny_gguf
+from support.waiting import wait_for
 from twostroke.core.errors import EngineStoppedError, UsageError
 from twostroke.lab.measure.single_step import StepShape
 from twostroke.lab.planner import (

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from support.keys import add, keyed_server
-from support.servers import wait_for
+from support.waiting import wait_for
 from twostroke.server.auth.usage import amounts
 from twostroke.server.batch import queueing
 from twostroke.server.http.api_key import KeyLimits
@@ -48,7 +48,7 @@ def test_limits_pause_lines_and_fail_none(tmp_path: Path) -> None:
     with keyed_server(folder, tmp_path) as server:
         server.http.headers["x-api-key"] = text
         batch = begin(server, 12)
-        wait_for(lambda: counts(server, batch) == ("completed", 12, 0), 20)
+        wait_for(lambda: counts(server, batch) == ("completed", 12, 0))
     with open_database(folder) as db:
         [amount] = amounts(db, "0000", "9999")
     assert (amount.owner.key, amount.owner.tenant, amount.owner.is_batch) == (key.id, "anna", True)
@@ -66,14 +66,14 @@ def test_paused_batch_leaves_room_to_others(
     with keyed_server(folder, tmp_path) as server:
         server.http.headers["x-api-key"] = slow
         first = begin(server, 600)
-        wait_for(lambda: counts(server, first)[1] == 1 and "pauses for" in caplog.text, 20)
+        wait_for(lambda: counts(server, first)[1] == 1 and "pauses for" in caplog.text)
         server.http.headers["x-api-key"] = fast
         second = begin(server, 4)
-        wait_for(lambda: counts(server, second) == ("completed", 4, 0), 20)
+        wait_for(lambda: counts(server, second) == ("completed", 4, 0))
         server.http.headers["x-api-key"] = slow
         assert counts(server, first) == ("in_progress", 1, 0)
         assert server.http.post(f"/v1/batches/{first}/cancel").status_code == 200
-        wait_for(lambda: counts(server, first)[0] == "cancelled", 20)
+        wait_for(lambda: counts(server, first)[0] == "cancelled")
 
 
 def test_lines_that_are_cut_off_do_not_count(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_lines_that_are_cut_off_do_not_count(tmp_path: Path) -> None:
         batch = begin(server, 4)
         wait_for(lambda: server.num_busy == 4)
         assert server.http.post(f"/v1/batches/{batch}/cancel").status_code == 200
-        wait_for(lambda: counts(server, batch)[0] == "cancelled", 20)
+        wait_for(lambda: counts(server, batch)[0] == "cancelled")
         server.backend.gate.set()
         wait_for(lambda: server.num_busy == 0)
     with open_database(folder) as db:

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from support.keys import add, keyed_server, revoke
-from support.servers import wait_for
+from support.waiting import wait_for
 from twostroke.cli.keys import command as keys_command
 from twostroke.core.errors import UsageError
 from twostroke.server.auth import stored_keys as kept
@@ -65,12 +65,12 @@ def test_first_key_closes_an_open_server_and_revoking_the_last_does_not_open_it(
         assert send_request("") == 200
         assert http.get("/openapi.json").json()["security"] == []
         key, text = add(folder)
-        wait_for(lambda: send_request("") == 401, 2)
+        wait_for(lambda: send_request("") == 401)
         assert send_request(text) == 200
         body = http.get("/openapi.json", headers={"x-api-key": text}).json()
         assert body["security"] != []
         revoke(folder, key)
-        wait_for(lambda: send_request(text) == 401, 2)
+        wait_for(lambda: send_request(text) == 401)
         assert send_request("") == 401
     with keyed_server(folder, tmp_path) as server:  # started again
         assert server.http.get("/v1/models").status_code == 401
@@ -96,7 +96,7 @@ def test_stream_of_a_revoked_key_finishes(tmp_path: Path) -> None:
         reader.start()
         wait_for(lambda: server.num_busy == 1)
         revoke(folder, key)
-        wait_for(lambda: status(server, text) == 401, 2)
+        wait_for(lambda: status(server, text) == 401)
         server.backend.gate.set()
         reader.join()
         assert results[-2:] == ["data: [DONE]", ""]
@@ -142,7 +142,7 @@ def test_no_key_is_in_the_records_or_the_log(
     with keyed_server(folder, tmp_path, access_log=True) as server:
         assert status(server, text) == 200
         revoke(folder, key)
-        wait_for(lambda: status(server, text) == 401, 2)
+        wait_for(lambda: status(server, text) == 401)
     secret = text.rpartition("-")[2][-20:]
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert files
@@ -287,13 +287,13 @@ def test_damaged_key_is_named_and_refused_and_the_others_stay(
             body = body.replace(b"anna", b"bnna") if damage is None else damage
             change = "UPDATE keys SET body = ?, change = 9 WHERE id = ?"
             db.execute(change, (body, key.id))
-        wait_for(lambda: status(server, text) == 401, 2)
+        wait_for(lambda: status(server, text) == 401)
         assert status(server, other) == 200
         assert f"The record of key {key.id} is damaged" in caplog.text
         with pytest.raises(DamagedRowError, match=key.id), open_database(folder) as db:
             kept.find(db, key.id)
         _, third = add(folder, "third", "ben")
-        wait_for(lambda: status(server, third) == 200, 2)
+        wait_for(lambda: status(server, third) == 200)
     with keyed_server(folder, tmp_path) as server:
         assert [status(server, key) for key in (text, other)] == [401, 200]
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from support.servers import live_server, post_bytes, wait_for
+from support.servers import live_server, post_bytes
+from support.waiting import wait_for
 from twostroke.server.auth.keys import ApiKeys
 from twostroke.server.auth.limits import KeyLimiter, RateLimitError
 from twostroke.server.auth.stored_keys import digest
@@ -152,7 +153,7 @@ def test_parallel_requests_are_counted_until_they_end(tmp_path: Path) -> None:
             assert refused.headers["retry-after"] == "1"
         wait_for(lambda: server.num_busy == 0)  # the client has left
         server.backend.gate.set()
-        wait_for(lambda: post(server).status_code == 200, 2)
+        wait_for(lambda: post(server).status_code == 200)
 
 
 def test_other_limits_hold_at_once(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from support.keys import add, keyed_server
-from support.servers import LiveServer, post_bytes, wait_for
+from support.servers import LiveServer, post_bytes
+from support.waiting import wait_for
 from twostroke.server.auth import usage
 from twostroke.server.auth.key_refresher import KeyRefresher
 from twostroke.server.auth.usage import Amount, Owner, UsageBook, amounts
@@ -174,7 +175,7 @@ def test_usage_is_written_while_the_server_runs_and_added_up(tmp_path: Path) -> 
         body = {"prompt": "hello", "max_tokens": 2, "ignore_eos": True}
         for number in (1, 2):
             server.http.post("/v1/completions", json=body)
-            wait_for(partial(has_requests, tmp_path, number), 4)
+            wait_for(partial(has_requests, tmp_path, number))
 
 
 def test_usage_waits_for_records_that_cannot_be_written(

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from support.servers import live_server, wait_for
+from support.servers import live_server
+from support.waiting import wait_for
 from twostroke.server.auth.keys import ApiKeys
 from twostroke.server.http.limits import RequestLimits
 from twostroke.server.options import ServeOptions

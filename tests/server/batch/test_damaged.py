@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support.batch_bench import App, Bench, until
+from support.batch_bench import App, Bench
 from support.servers import live_server
+from support.waiting import until
 from twostroke.core.errors import UsageError
 from twostroke.server.batch import files, messages, openai, stored_batches
 from twostroke.server.batch.offline import BatchProgress, OfflineFiles, ResultFile, run

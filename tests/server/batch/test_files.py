@@ -7,7 +7,8 @@ import json
 from contextlib import asynccontextmanager, closing
 from typing import TYPE_CHECKING, Any
 
-from support.servers import live_server, wait_for
+from support.servers import live_server
+from support.waiting import wait_for
 from twostroke.server.batch import files, lines, runner
 from twostroke.server.http.limits import RequestLimits
 from twostroke.server.options import ServeOptions

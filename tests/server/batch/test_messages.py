@@ -6,7 +6,7 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
-from support.servers import wait_for
+from support.waiting import wait_for
 from twostroke.server.storage import RecordsError
 
 if TYPE_CHECKING:

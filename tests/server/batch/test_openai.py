@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support.servers import live_server, wait_for
+from support.servers import live_server
+from support.waiting import wait_for
 from twostroke.server.batch.lines import WrongLineError, parse
 from twostroke.server.http.limits import RequestLimits
 from twostroke.server.storage import Records, RecordsError

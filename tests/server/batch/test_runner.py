@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from msgspec.structs import replace
 
-from support.batch_bench import DAY_S, App, Bench, until
+from support.batch_bench import DAY_S, App, Bench
+from support.waiting import until
 from twostroke.core.errors import EngineDiedError, OverloadedError, TwostrokeError
 from twostroke.server.batch import messages, openai, queueing
 from twostroke.server.batch.stored_batches import Batch

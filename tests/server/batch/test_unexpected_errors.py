@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support.batch_bench import App, Bench, until
+from support.batch_bench import App, Bench
+from support.waiting import until
 from twostroke.server.batch import lines, messages, openai
 from twostroke.server.http.errors import ServerStoppingError
 from twostroke.server.http.limits import RequestLimits

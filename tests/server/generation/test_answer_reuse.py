@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from msgspec.structs import replace
 
-from support.servers import LiveServer, live_server, post_bytes, wait_for
+from support.servers import LiveServer, live_server, post_bytes
+from support.waiting import wait_for
 from twostroke.core.errors import (
     DeadlineError,
     EngineDiedError,

@@ -10,7 +10,7 @@ import pytest
 
 from support import family_templates
 from support.family_templates import say, talker
-from support.servers import wait_for
+from support.waiting import wait_for
 from twostroke.engine.settling import MAX_REDRAWS
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support.servers import wait_for
+from support.waiting import wait_for
 from twostroke.server.generation import responses
 from twostroke.server.protocols.openai.chat_reply import ChatEncoder
 from twostroke.server.protocols.openai.completions_reply import CompletionEncoder

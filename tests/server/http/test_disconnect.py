@@ -11,8 +11,9 @@ import httpx
 import pytest
 
 from support.engines import tiny_client
-from support.servers import LiveServer, chat_body, live_server, post_bytes, wait_for
+from support.servers import LiveServer, chat_body, live_server, post_bytes
 from support.tiny import Tiny
+from support.waiting import wait_for
 from twostroke.core.request import Hints
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.process.served import LocalEngine
@@ -116,7 +117,7 @@ def test_reader_that_never_reads_is_cut_off(tmp_path: Path) -> None:
     with live_server(tmp_path, options, num_pages=2048, tiny=Tiny(context_length=4096)) as server:
         connection = unread(server)
         wait_for(lambda: server.num_busy > 0)
-        wait_for(lambda: server.num_busy == 0, timeout_s=30)
+        wait_for(lambda: server.num_busy == 0)
         server.wait_idle()
         assert is_reset(connection)
         assert server.chat(max_tokens=1).status_code == 200
@@ -127,7 +128,7 @@ def test_reader_that_falls_too_far_behind_is_cut_off(tmp_path: Path) -> None:
     with live_server(tmp_path, options, num_pages=2048, tiny=Tiny(context_length=4096)) as server:
         connection = unread(server)
         wait_for(lambda: server.num_busy > 0)
-        wait_for(lambda: server.num_busy == 0, timeout_s=30)
+        wait_for(lambda: server.num_busy == 0)
         assert is_reset(connection)
 
 

@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from support.engines import tiny_client
-from support.servers import wait_for
+from support.waiting import wait_for
 from twostroke.core.errors import UsageError
 from twostroke.engine.process.served import LocalEngine
 from twostroke.server.http import drain_notice
@@ -179,7 +179,7 @@ def test_a_server_stops_after_a_notice(tmp_path: Path, monkeypatch: pytest.Monke
 
         thread = threading.Thread(target=run)
         thread.start()
-        wait_for(lambda: bool(urls), 20)
+        wait_for(lambda: bool(urls))
         path.touch()
         thread.join(20)
     assert codes == [0]

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from support.servers import LiveServer, chat_body, live_server, post_bytes, read_all, wait_for
+from support.servers import LiveServer, chat_body, live_server, post_bytes, read_all
+from support.waiting import wait_for
 from twostroke.server.auth.keys import ApiKeys
 from twostroke.server.http.limits import RequestLimits
 from twostroke.server.http.server import LoopExceptionHandler

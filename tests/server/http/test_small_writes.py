@@ -7,7 +7,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from support.replicas import FakeReplica, Loop, live_router
-from support.servers import wait_for
+from support.waiting import wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from support.byte_tokenizer import byte_tokenizer
-from support.servers import chat_body, live_server, post_bytes, wait_for
+from support.servers import chat_body, live_server, post_bytes
+from support.waiting import wait_for
 from twostroke.core.constraint import Constraint
 from twostroke.core.errors import OverloadedError, RequestError
 from twostroke.engine.structured_output import grammar

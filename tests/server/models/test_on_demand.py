@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 from msgspec.structs import replace
 
-from support.remote import FakeProcess, first_of, options, start_generation, until
+from support.remote import FakeProcess, first_of, options, start_generation
 from support.tiny import tiny_of, write_tiny_gguf
+from support.waiting import until
 from twostroke.core.errors import ModelFormatError, ModelNotLoadedError
 from twostroke.core.options import CacheOptions
 from twostroke.engine.engine import build

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support.servers import live_server, post_bytes, wait_for
+from support.servers import live_server, post_bytes
+from support.waiting import wait_for
 from twostroke.server.http.logs import logging_to
 from twostroke.server.options import ServeOptions
 

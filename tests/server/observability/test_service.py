@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from support.refusals import refused
-from support.servers import events, live_server, wait_for
+from support.servers import events, live_server
+from support.waiting import wait_for
 from twostroke.core.request import SERVICE_TIERS
 from twostroke.core.sampling import SamplingParams
 from twostroke.server.protocols.common.fields import TIERS

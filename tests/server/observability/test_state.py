@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from support.servers import live_server, wait_for
+from support.servers import live_server
 from support.tiny import tiny_of
+from support.waiting import wait_for
 from twostroke.backends.machine_limits import MachineLimits
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.client import Caller

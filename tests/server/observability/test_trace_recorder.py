@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support.servers import live_server, wait_for
+from support.servers import live_server
+from support.waiting import wait_for
 from twostroke.core.errors import UsageError
 from twostroke.core.recorded_trace import BLOCK_TOKENS, SharedPrefixes
 from twostroke.lab.simulator import read_trace

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support.servers import live_server, post_bytes, wait_for
+from support.servers import live_server, post_bytes
+from support.waiting import wait_for
 from twostroke.core.errors import UsageError
 from twostroke.server.observability.traces import Traces, check_endpoint
 from twostroke.server.options import ServeOptions

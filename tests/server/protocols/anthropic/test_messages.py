@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support.servers import events, live_server, post_bytes, wait_for
+from support.servers import events, live_server, post_bytes
+from support.waiting import wait_for
 
 if TYPE_CHECKING:
     from pathlib import Path

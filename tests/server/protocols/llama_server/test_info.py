@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from support.servers import live_server, num_unfinished, post_bytes, read_all, wait_for
+from support.servers import live_server, num_unfinished, post_bytes, read_all
+from support.waiting import wait_for
 from twostroke.engine.process.served import LocalEngine
 from twostroke.server.auth.keys import ApiKeys
 from twostroke.server.models.about import FINGERPRINT

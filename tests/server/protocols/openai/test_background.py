@@ -11,7 +11,8 @@ import httpx
 import pytest
 
 from support.response_events import events_of, kinds_of, plain
-from support.servers import live_server, wait_for
+from support.servers import live_server
+from support.waiting import wait_for
 from twostroke.server.auth.keys import ApiKeys
 from twostroke.server.generation import response_store as store
 from twostroke.server.options import ServeOptions

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from support.servers import live_server, post_bytes, wait_for
+from support.servers import live_server, post_bytes
+from support.waiting import wait_for
 from twostroke.core.errors import OverloadedError
 from twostroke.server import app
 from twostroke.server.generation import running

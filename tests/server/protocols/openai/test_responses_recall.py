@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support.servers import live_server, wait_for
+from support.servers import live_server
+from support.waiting import wait_for
 from twostroke.core.errors import RequestError
 from twostroke.core.json_io import encode_json
 from twostroke.server.generation import response_store as store_module

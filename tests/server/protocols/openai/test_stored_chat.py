@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support.servers import events, live_server, wait_for
+from support.servers import events, live_server
+from support.waiting import wait_for
 from twostroke.server.auth.keys import ApiKeys
 from twostroke.server.options import ServeOptions
 from twostroke.server.protocols.openai import stored_chat
