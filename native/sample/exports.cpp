@@ -1,5 +1,7 @@
-// What the tests call: the sampler on rows and logits of their own, and the sizes of its structs.
+// The hash of the sampler's columns, and what tests call: the sampler on given rows and logits, and
+// the sizes of its structs.
 #include <cstdint>
+#include <type_traits>
 #include <vector>
 
 #include "sample/passes.h"
@@ -8,6 +10,45 @@
 #define TS_EXPORT extern "C" __attribute__((visibility("default")))
 
 using ts::SampleRow;
+
+namespace {
+
+// NumPy's name of a column's type; a pointer is an address.
+template <typename Type>
+constexpr const char* type_name() {
+  if constexpr (std::is_pointer_v<Type> || std::is_same_v<Type, uint64_t>) return "uint64";
+  if constexpr (std::is_same_v<Type, int64_t>) return "int64";
+  if constexpr (std::is_same_v<Type, int32_t>) return "int32";
+  if constexpr (std::is_same_v<Type, double>) return "float64";
+  if constexpr (std::is_same_v<Type, float>) return "float32";
+}
+
+constexpr uint64_t kFnvBasis = 0xcbf29ce484222325;
+constexpr uint64_t kFnvPrime = 0x100000001b3;
+
+// FNV-1a, 64 bits, of a text that continues the text of `hash`.
+constexpr uint64_t continue_hash(uint64_t hash, const char* text) {
+  for (; *text != '\0'; ++text) hash = (hash ^ static_cast<unsigned char>(*text)) * kFnvPrime;
+  return hash;
+}
+
+// The hash of "tokens uint64;bias_ids uint64;" and so on.
+constexpr uint64_t hash_columns() {
+  uint64_t hash = kFnvBasis;
+#define TS_COLUMN(type, name)                    \
+  hash = continue_hash(hash, #name " ");         \
+  hash = continue_hash(hash, type_name<type>()); \
+  hash = continue_hash(hash, ";")
+#include "sample/columns.h"
+#undef TS_COLUMN
+  return hash;
+}
+
+constexpr uint64_t kColumnsHash = hash_columns();
+
+}  // namespace
+
+TS_EXPORT uint64_t ts_sample_columns_hash() { return kColumnsHash; }
 
 TS_EXPORT int64_t ts_sample_row_size() { return sizeof(SampleRow); }
 

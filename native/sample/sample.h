@@ -11,31 +11,14 @@ constexpr int kMaxLogprobs = 20;
 // The token of a row in which nothing may be drawn; its request fails, its batch does not.
 constexpr int32_t kNoToken = -1;
 
-// What one row is to be sampled with. src/twostroke/backends/sampling/rows.py mirrors this layout,
-// and src/twostroke/backends/sampling/reference.py defines what it means. The caller owns what
+// The parameters with which one row is sampled, column by column (columns.h).
+// src/twostroke/backends/sampling/reference.py defines what they mean. The caller owns what
 // pointers refer to; a pointer whose length is 0 is not read. Ids outside the vocabulary are
 // ignored.
 struct SampleRow {
-  const int32_t* tokens;  // prompt, then output; read only with a penalty
-  const int32_t* bias_ids;
-  const float* bias_values;
-  const int32_t* barred_ids;  // never drawn: end tokens while min_tokens is not reached
-  const uint32_t* mask;       // a bit a token, lowest first: those that may be drawn; null: all
-  uint64_t seed;
-  uint64_t counter;  // index of the output token that is drawn
-  int64_t num_tokens;
-  int64_t num_prompt;
-  double temperature;  // 0: greedy
-  double top_p;        // 1: all
-  double min_p;        // 0: all
-  float repetition_penalty;
-  float frequency_penalty;
-  float presence_penalty;
-  int32_t top_k;  // 0: all
-  int32_t num_bias;
-  int32_t num_barred;
-  int32_t num_logprobs;  // -1: none; 0: the token's alone; at most kMaxLogprobs
-  int32_t given;         // a token to report on, as if it were drawn; kNoToken: draw one
+#define TS_COLUMN(type, name) type name
+#include "sample/columns.h"
+#undef TS_COLUMN
 };
 
 struct SampleResult {

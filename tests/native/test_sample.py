@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import re
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,6 @@ import numpy as np
 from msgspec.structs import replace
 
 from support.chi_square import AGREES, DIFFERS, brute_force, deviate
-from support.native import ROOT
 from support.sampling import (
     KINDS,
     OneMask,
@@ -22,7 +20,7 @@ from support.sampling import (
     sample_native,
 )
 from twostroke.backends.sampling.reference import draw, score, weights
-from twostroke.backends.sampling.rows import RESULT, ROW, RowTable, read_scores
+from twostroke.backends.sampling.rows import RESULT, ROW, RowTable, columns_hash, read_scores
 from twostroke.core.sampling import BOUNDS, SamplingParams
 from twostroke.core.step import NO_TOKEN
 
@@ -91,12 +89,8 @@ def test_random_requests_vary_every_option_of_a_draw():
 
 
 def test_rows_and_results_have_the_layout_that_python_writes(library):
-    header = (ROOT / "native" / "sample" / "sample.h").read_text()
-    struct = header.partition("struct SampleRow {")[2].partition("\n};")[0]
-    declared = re.findall(r"^  (?:const )?(\w+?)(?:_t)?(\*?) (\w+);", struct, re.MULTILINE)
-    kinds = {"float": "float32", "double": "float64"}
-    fields = [(name, "uint64" if star else kinds.get(kind, kind)) for kind, star, name in declared]
-    assert np.dtype(fields, align=True) == ROW
+    library.ts_sample_columns_hash.restype = ctypes.c_uint64
+    assert library.ts_sample_columns_hash() == columns_hash(ROW)
     for name, layout in (("row", ROW), ("result", RESULT)):
         size = getattr(library, f"ts_sample_{name}_size")
         size.restype = ctypes.c_int64

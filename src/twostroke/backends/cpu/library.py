@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
-from ctypes import POINTER, c_char_p, c_double, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
@@ -16,12 +16,14 @@ from twostroke.backends.cpu.records import (
     PlanRecord,
     StepRecord,
 )
+from twostroke.backends.sampling.rows import COLUMNS_HASH
 from twostroke.core import env
 from twostroke.core.errors import BackendError, UsageError, nearest
 from twostroke.core.frozen import Frozen
 from twostroke.model.program.kv_layout import DEFAULT_FORMAT
 
-INTERFACE_VERSION = 36  # as in native/c_interface.cpp
+# As in native/c_interface.cpp. The sampler's columns need no new version: they have a hash.
+INTERFACE_VERSION = 36
 
 _IS_ARM = platform.machine().lower() in {"aarch64", "arm64"}
 _ARM_LEVELS = {"neon_dotprod": (8, "Armv8.2-A with dot products (asimddp)")}
@@ -43,6 +45,7 @@ _SIGNATURES = {
     "ts_level": (c_char_p, ()),
     "ts_one_arithmetic": (c_int32, ()),
     "ts_record_size": (c_int64, (c_int32,)),
+    "ts_sample_columns_hash": (c_uint64, ()),
     "ts_probe": (c_int32, ()),
     "ts_linear_request_tiles": (c_int32, ()),
     "ts_linear_rows_together": (c_int32, ()),
@@ -154,7 +157,8 @@ def load_library(level: str) -> ctypes.CDLL:
         message = f"{path} cannot be used: {error}. Run `make native`, or reinstall twostroke."
         raise BackendError(message) from None
     sizes = tuple(library.ts_record_size(i) for i in range(len(RECORD_SIZES)))
-    if library.ts_interface_version() != INTERFACE_VERSION or sizes != RECORD_SIZES:
+    is_current = library.ts_interface_version() == INTERFACE_VERSION and sizes == RECORD_SIZES
+    if not is_current or library.ts_sample_columns_hash() != COLUMNS_HASH:
         message = f"{path} was built for another version of twostroke. Run `make native`."
         raise BackendError(message)
     return library

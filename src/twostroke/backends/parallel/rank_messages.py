@@ -10,6 +10,7 @@ from typing import Final
 
 from twostroke.backends.cpu.library import INTERFACE_VERSION
 from twostroke.backends.interface import CollectiveTest  # noqa: TC001 - msgspec reads it
+from twostroke.backends.sampling.rows import COLUMNS_HASH
 from twostroke.core.frozen import Frozen
 from twostroke.core.options import ComputeOptions  # noqa: TC001 - likewise
 from twostroke.core.transport.frames import MessageFormat
@@ -252,4 +253,5 @@ def version() -> str:
         number = installed("twostroke")
     except PackageNotFoundError:
         number = "source tree"
-    return f"{number}, kernels {INTERFACE_VERSION}, messages {VERSION}"
+    kernels = f"{INTERFACE_VERSION}.{COLUMNS_HASH:016x}"
+    return f"{number}, kernels {kernels}, messages {VERSION}"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     Rows = NDArray[np.void]  # of ROW or RESULT
 
-# `SampleRow` of native/sample/sample.h, field for field; pointers as integers.
+# The columns of native/sample/columns.h, in the same order; pointers as integers.
 ROW = np.dtype(
     [
         ("tokens", np.uint64),
@@ -78,6 +78,24 @@ RESULT = np.dtype(
     ],
     align=True,
 )
+
+
+def columns_hash(row: np.dtype[np.void]) -> int:
+    """Return the hash of a row's columns: their names, types and order.
+
+    The native libraries have the hash of the columns with which they were compiled
+    (`ts_sample_columns_hash`). Both hashes are FNV-1a with 64 bits, of a text such as
+    `tokens uint64;bias_ids uint64;`. Source: Fowler, Noll, Vo, Eastlake: "The FNV
+    Non-Cryptographic Hash Algorithm" (IETF draft).
+    """
+    text = "".join(f"{name} {row[name].name};" for name in row.names or ())
+    value = 0xCBF29CE484222325
+    for byte in text.encode():
+        value = (value ^ byte) * 0x100000001B3 & 0xFFFFFFFFFFFFFFFF
+    return value
+
+
+COLUMNS_HASH: Final = columns_hash(ROW)
 
 
 @dataclass(slots=True)
