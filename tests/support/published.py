@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -155,14 +156,14 @@ def fp8(rows: int | None, columns: int | None, scale: str = "weight_scale") -> M
 
 
 def fp4(kind: str) -> MakeModule:
-    """Return a function that creates E2M1 modules: "nvfp4" or "mxfp4"."""
+    """Return a function that creates E2M1 modules: "nvfp4", "mxfp4", or "modelopt" (NVFP4)."""
     magnitudes = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
     def make(
         rng: np.random.Generator, outputs: int, inputs: int
     ) -> tuple[dict[str, Stored], np.ndarray]:
         codes = rng.integers(0, 16, (outputs, inputs))
-        size, low, high = (16, 1, 126) if kind == "nvfp4" else (32, 115, 122)
+        size, low, high = (32, 115, 122) if kind == "mxfp4" else (16, 1, 126)
         stored = rng.integers(low, high, (outputs, inputs // size)).astype(np.uint8)
         packed = codes[:, ::2] | codes[:, 1::2] << 4
         parts: dict[str, Stored] = {"weight_packed": ("U8", packed.astype(np.uint8))}
@@ -172,6 +173,12 @@ def fp4(kind: str) -> MakeModule:
             scales = np.array(numbers, dtype=np.float32) / global_scale
             parts["weight_scale"] = ("F8_E4M3", stored)
             parts["weight_global_scale"] = ("F32", np.array([global_scale]))
+        elif kind == "modelopt":
+            global_scale = np.float32(0.012)
+            numbers = [[e4m3(int(code)) for code in row] for row in stored]
+            scales = np.array(numbers, dtype=np.float32) * global_scale
+            parts = {"weight": parts["weight_packed"], "weight_scale": ("F8_E4M3", stored)}
+            parts["weight_scale_2"] = ("F32", np.array([global_scale]))
         else:
             scales = np.ldexp(np.float32(1), stored.astype(np.int32) - 127)
             parts["weight_scale"] = ("U8", stored)
@@ -181,6 +188,18 @@ def fp4(kind: str) -> MakeModule:
                 size_of = np.float32(magnitudes[codes[o, i] & 7]) * scales[o, i // size]
                 values[o, i] = -size_of if codes[o, i] & 8 else size_of
         return parts, values
+
+    return make
+
+
+def mixed_modelopt() -> MakeModule:
+    """Return a function that creates modules of ModelOpt in NVFP4 and FP8 in turn."""
+    makers = cycle((fp4("modelopt"), fp8(None, None)))
+
+    def make(
+        rng: np.random.Generator, outputs: int, inputs: int
+    ) -> tuple[dict[str, Stored], np.ndarray]:
+        return next(makers)(rng, outputs, inputs)
 
     return make
 

@@ -185,6 +185,14 @@ def test_experts_are_counted_under_either_name(key: str) -> None:
         assert spec.experts.count == 16
 
 
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe"])
+def test_qwen3_normalizes_heads_whatever_its_file_says(model_type: str) -> None:
+    silent = hf_spec(hf_fields("config.json", {"model_type": model_type}), "a")
+    for use_qk_norm in (True, False):
+        config = {"model_type": model_type, "use_qk_norm": use_qk_norm}
+        assert hf_spec(hf_fields("config.json", config), "a") == silent
+
+
 def test_a_vision_model_is_read_as_its_text_model(tmp_path: Path) -> None:
     tiny = tiny_of("gemma3")
     folder = write_tiny_folder(tmp_path / "tiny", tiny)

@@ -17,6 +17,7 @@ from support.published import (
     fp4,
     fp8,
     gptq,
+    mixed_modelopt,
     write_published,
 )
 from twostroke.backends.reference import ReferenceBackend
@@ -92,6 +93,20 @@ CASES: list[tuple[str, MakeModule, dict[str, Any]]] = [
         fp4("nvfp4"),
         float_config("nvfp4-pack-quantized", 4, strategy="tensor_group", group_size=16),
     ),
+    ("modelopt-fp8", fp8(None, None), {"quant_algo": "FP8"}),
+    ("modelopt-nvfp4", fp4("modelopt"), {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
+    (
+        "modelopt-mixed",
+        mixed_modelopt(),
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {
+                "model.layers.0.mlp.up_proj": {"quant_algo": "W4A16_NVFP4", "group_size": 16},
+                "model.layers.0.mlp.down_proj": {"quant_algo": "FP8"},
+            },
+        },
+    ),
     (
         "mxfp4",
         fp4("mxfp4"),
@@ -147,6 +162,14 @@ REFUSED: list[tuple[dict[str, Any] | None, str]] = [
     (gptq_config(4, 128), r"scales' has the shape \[4, 128\], .* asks for \[1, 128\]"),
     ({"quant_method": "awq", "version": "gemv"}, "supported: gemm"),
     ({"quant_method": "fp8"}, "has no quantized weights"),
+    (
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {"lm_head": {"quant_algo": "W4A8_AWQ"}},
+        },
+        "lm_head' has quant_algo = 'W4A8_AWQ', which is not supported; supported: FP8, NVFP4",
+    ),
     (int_config("marlin-24", 4, 32, symmetric=True), "supported: pack-quantized"),
 ]
 

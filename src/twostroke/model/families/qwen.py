@@ -21,8 +21,19 @@ from twostroke.model.families.family import Family
 from twostroke.model.families.fields import MAX_LAYERS, MAX_WIDTH
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from twostroke.model.families.fields import Fields
     from twostroke.model.families.spec import ModelSpec
+
+
+def config_values(fields: Fields) -> dict[str, Any]:
+    """Return changed values of a Qwen 3 model's config.json, without `use_qk_norm`.
+
+    All models have norms of queries and keys. Only some published files say so (Qwen3-Coder).
+    """
+    del fields
+    return {"use_qk_norm": None}
 
 
 def qwen3_from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
@@ -89,6 +100,7 @@ QWEN3 = Family(
     model_types={"qwen3": _DENSE | {"head_dim": 128}},
     layer=_LAYER,
     from_config=qwen3_from_config,
+    config_values=config_values,
 )
 
 QWEN3_MOE = Family(
@@ -110,5 +122,6 @@ QWEN3_MOE = Family(
     layer=_LAYER,
     from_gguf=experts_from_gguf,
     from_config=experts_from_config,
+    config_values=config_values,
     layer_names={"mlp.gate": "ffn_gate_inp"},
 )

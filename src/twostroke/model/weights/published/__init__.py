@@ -89,7 +89,9 @@ def published_layout(config: Fields) -> QuantLayout | Mxfp4Layout | None:
     quantization = config.part("quantization_config")
     if quantization is None:
         return None
-    method = quantization.text("quant_method")
+    # Early folders of ModelOpt name only the algorithm.
+    default_method = {"default": "modelopt"} if quantization.has("quant_algo") else {}
+    method = quantization.text("quant_method", **default_method)
     if method not in _LAYOUTS:
         quantization.refuse(
             "quant_method", f"which is not supported; supported: {', '.join(_LAYOUTS)}"

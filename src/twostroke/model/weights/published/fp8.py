@@ -3,7 +3,8 @@
 A module has `weight` E4M3 and either `weight_scale_inv`, a scale for each block of 128 x 128 (or of
 `weight_block_size`), or `weight_scale` for the matrix or for each output. Despite its name,
 `weight_scale_inv` is multiplied. `modelopt` also has NVFP4: `weight` uint8 with two E2M1 codes in a
-byte, `weight_scale` E4M3 for each 16 inputs, and one `weight_scale_2` for the matrix.
+byte, `weight_scale` E4M3 for each 16 inputs, and one `weight_scale_2` for the matrix. A folder may
+have both, whose modules `quantized_layers` lists. Each module's tensors tell which it is.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from twostroke.core.frozen import Frozen
+from twostroke.model.families.fields import Fields
 from twostroke.model.quant.floats import E4M3
 from twostroke.model.weights.published.compressed import block_size
 from twostroke.model.weights.published.groups import (
@@ -21,13 +23,13 @@ from twostroke.model.weights.published.groups import (
 )
 
 if TYPE_CHECKING:
-    from twostroke.model.families.fields import Fields
     from twostroke.model.quant import QuantTensor
     from twostroke.model.weights.published.groups import CodedMatrix
     from twostroke.model.weights.published.module import Module
 
 _NVFP4_GROUP = 16
-_ALGORITHMS = ("FP8", "NVFP4")
+_ALGORITHMS = ("FP8", "NVFP4", "W4A16_NVFP4")
+_SEVERAL = "MIXED_PRECISION"  # each module has one of the algorithms
 
 
 class Fp8Layout(Frozen):
@@ -67,9 +69,20 @@ def modelopt_layout(config: Fields) -> Fp8Layout:
 
     Raises ModelFormatError for unsupported values.
     """
-    if config.text("quant_algo") not in _ALGORITHMS:
-        config.refuse("quant_algo", f"which is not supported; supported: {', '.join(_ALGORITHMS)}")
+    if config.text("quant_algo") != _SEVERAL:
+        _check_algorithm(config)
+        return Fp8Layout(None)
+    modules = config.part("quantized_layers") or Fields(config.name, {})
+    for name in modules.values:
+        _check_algorithm(modules.part(name) or config)
     return Fp8Layout(None)
+
+
+def _check_algorithm(module: Fields) -> None:
+    """Refuse a module, or a folder, with an unsupported algorithm."""
+    if module.text("quant_algo") not in _ALGORITHMS:
+        supported = f"which is not supported; supported: {', '.join(_ALGORITHMS)}"
+        module.refuse("quant_algo", supported)
 
 
 def _nvfp4(module: Module) -> CodedMatrix:
