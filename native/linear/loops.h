@@ -181,7 +181,11 @@ class WideProduct {
     if (product_.is_mixed) clear_fine();
     for (int64_t begin = 0; begin < num_blocks; begin += step) {
       const int64_t end = std::min(begin + step, num_blocks);
-      unpack_wide<T, G>(packed, num_inputs, begin, end, blocks_);
+      if constexpr (kHasBytes) {
+        unpack_byte_blocks<T>(packed, begin, end, blocks_);
+      } else {
+        unpack_wide<T, G>(packed, num_inputs, begin, end, blocks_);
+      }
       NextBlocks next = {packed + end * kFormat.block_bytes(), size, kFormat.block_bytes()};
       if (end == num_blocks) next.data = packed + G * size;
       if (end == num_blocks && !more) next.block_bytes = 0;
@@ -194,8 +198,9 @@ class WideProduct {
 
  private:
   using Shape = WideShape<T>;
-  using Block = WideBlock<Shape::num_subs, G>;
+  using Block = typename WideBlockOf<T, G, Planes>::Block;
   static constexpr BlockFormat kFormat = block_format(T);
+  static constexpr bool kHasBytes = TS_LEVEL == 1 && Planes == 1;
 
   struct Sums {
     Lanes lanes[kWideRows][G];
@@ -213,9 +218,14 @@ class WideProduct {
     for (int64_t part = 0; part < num_parts(); ++part) {
       const int64_t row = part * kWideRows;
       const PanelBlock<Planes>* panel = panels_ + row / kPanelRows * product_.panel_step() + begin;
-      multiply_wide<Shape::num_subs, Shape::has_minimum, G>(
-          blocks_, panel, static_cast<int>(row % kPanelRows), end - begin, next, begin == 0,
-          sums_[part].lanes);
+      const auto first_row = static_cast<int>(row % kPanelRows);
+      if constexpr (kHasBytes) {
+        multiply_byte_blocks<T>(blocks_, panel, first_row, end - begin, next, begin == 0,
+                                sums_[part].lanes);
+      } else {
+        multiply_wide<Shape::num_subs, Shape::has_minimum, G>(
+            blocks_, panel, first_row, end - begin, next, begin == 0, sums_[part].lanes);
+      }
       next.block_bytes = 0;  // they are fetched once
     }
   }
@@ -240,7 +250,7 @@ class WideProduct {
 
   /// Goes on with the fine blocks that meet blocks [begin, end) of the weights, which are unpacked.
   void add_fine([[maybe_unused]] int64_t begin, [[maybe_unused]] int64_t end) {
-    if constexpr (is_mixed_format(T) && TS_LEVEL >= 2) {
+    if constexpr (is_mixed_format(T) && (TS_LEVEL >= 2 || kHasBytes)) {
       const int64_t num_blocks = product_.num_blocks();
       const int64_t num_fine = num_fine_blocks(num_blocks);
       for (int64_t index = 0; index < row_end_ - row_begin_; ++index) {
@@ -253,8 +263,12 @@ class WideProduct {
         for (int g = 0; g < G; ++g) sums[0][g] = fine.sums[0][g];
         for (; fine.next < num_fine && places[fine.next][row] < end; ++fine.next) {
           const Block& block = blocks_[places[fine.next][row] - begin];
-          add_wide_sub<1, Shape::num_subs, Shape::has_minimum, G>(block, low[fine.next], row, 0,
-                                                                  sums);
+          if constexpr (kHasBytes) {
+            add_byte_sub<T, 1>(block, low[fine.next], row, 0, sums);
+          } else {
+            add_wide_sub<1, Shape::num_subs, Shape::has_minimum, G>(block, low[fine.next], row, 0,
+                                                                    sums);
+          }
         }
         for (int g = 0; g < G; ++g) fine.sums[0][g] = sums[0][g];
       }
@@ -281,14 +295,14 @@ class WideProduct {
   FineRow* fine_ = nullptr;  // of mixed products
 };
 
-/// Panels of rows [row_begin, row_end), `row_begin` the first of one: on AVX2 as pairs, on other
-/// levels as they are.
+/// Panels of rows [row_begin, row_end), `row_begin` the first of one: two planes on AVX2 as pairs,
+/// others as they are.
 template <WeightType T, int Planes>
 const PanelBlock<Planes>* pair_panels(const Product<Planes>& product, int64_t row_begin,
                                       [[maybe_unused]] int64_t row_end) {
   const PanelBlock<Planes>* panels = product.panels_from(row_begin);
 #if TS_LEVEL == 1
-  if constexpr (has_planes(T)) {
+  if constexpr (has_planes(T) && Planes == 2) {
     static thread_local Scratch pairs;
     const int64_t num_blocks = product.num_blocks();
     const int64_t num_panels = round_up(row_end - row_begin, kPanelRows) / kPanelRows;
@@ -342,13 +356,13 @@ void multiply_groups(const Product<Planes>& product, int64_t num_rows, int64_t g
                      int64_t group_end) {
   int64_t row = 0;
 #if TS_LEVEL >= 1
-  if constexpr (is_block_format(T) && (TS_LEVEL >= 2 || Planes == 2)) {
+  if constexpr (is_block_format(T)) {
     const int64_t row_bytes =
         product.num_blocks() * static_cast<int64_t>(sizeof(PanelBlock<Planes>)) / kPanelRows;
     const int64_t step =
         std::max(kPanelRows, tuning().cached_row_bytes / row_bytes / kPanelRows * kPanelRows);
     const bool is_wide = num_rows >= fewest_wide_rows<T, Planes>(tuning()) &&
-                         group_end - group_begin >= fewest_wide_groups<T>();
+                         group_end - group_begin >= fewest_wide_groups<T, Planes>();
     const int64_t num_wide_rows = is_wide ? num_rows / kWideRows * kWideRows : 0;
     for (; row < num_wide_rows; row += step) {
       const int64_t end = std::min(row + step, num_wide_rows);

@@ -17,6 +17,7 @@
 #if TS_LEVEL >= 2
 #include "linear/wide_vnni.h"
 #else
+#include "linear/wide_bytes.h"
 #include "linear/wide_pairs.h"
 #endif
 
@@ -54,11 +55,24 @@ constexpr int64_t fewest_pair_groups() {
   return TS_LEVEL == 1 && has_planes(T) ? 3 : 1;
 }
 
-/// With two scales a block any number of groups repays it.
-template <WeightType T>
+/// With two scales a block any number of groups repays it, and one plane is met as it is.
+template <WeightType T, int Planes>
 constexpr int64_t fewest_wide_groups() {
-  return block_format(T).num_subs == 1 ? fewest_pair_groups<T>() : 1;
+  return Planes == 2 && block_format(T).num_subs == 1 ? fewest_pair_groups<T>() : 1;
 }
+
+/// What G groups are unpacked into.
+template <WeightType T, int G, int Planes>
+struct WideBlockOf {
+  using Block = WideBlock<WideShape<T>::num_subs, G>;
+};
+
+#if TS_LEVEL == 1
+template <WeightType T, int G>
+struct WideBlockOf<T, G, 1> {
+  using Block = ByteBlock<T>;
+};
+#endif
 
 #if TS_LEVEL != 3
 
