@@ -122,8 +122,13 @@ float run_chains(int64_t rounds) {
 #if TS_LEVEL == 1
 using Integers = __m256i;
 using Factor = int8_t;
+#if defined(TS_AVX_VNNI) && !defined(TS_EMULATE_AVX_VNNI)
+constexpr const char* kPeakKind = "int8 VNNI";
+#define TS_MULTIPLY_ADD "%{vex%} vpdpbusd %2, %2, %0"
+#else
 constexpr const char* kPeakKind = "int8 multiply-add";
 #define TS_MULTIPLY_ADD "vpmaddubsw %2, %2, %1\n\tvpaddw %1, %0, %0"
+#endif
 #else
 using Integers = __m128i;
 using Factor = int16_t;

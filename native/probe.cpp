@@ -17,6 +17,7 @@ constexpr int32_t kAvx512 = 2;
 constexpr int32_t kAmx = 4;
 constexpr int32_t kNeonDotprod = 8;
 constexpr int32_t kBfloat16 = 16;  // AVX-512 with BF16, which emulated tiles need
+constexpr int32_t kAvxVnni = 32;
 
 #if defined(__x86_64__)
 
@@ -53,6 +54,7 @@ int32_t probe() {
   const bool fma = has(basic.ecx, 12);
   const bool f16c = has(basic.ecx, 29);
   const bool avx2 = (states & kYmm) == kYmm && fma && f16c && has(extended.ebx, 5);
+  const bool avx_vnni = avx2 && has(more.eax, 4);
   const bool avx512 = avx2 && (states & kZmm) == kZmm && has(extended.ebx, 16) &&  // F
                       has(extended.ebx, 17) && has(extended.ebx, 30) &&            // DQ, BW
                       has(extended.ebx, 31) && has(extended.ecx, 11);              // VL, VNNI
@@ -62,8 +64,8 @@ int32_t probe() {
 #ifdef TS_EMULATE_AVX512
   if (avx2) return kAvx2 | kAvx512 | kBfloat16;  // built to run on it
 #endif
-  return (avx2 ? kAvx2 : 0) | (avx512 ? kAvx512 : 0) | (amx ? kAmx : 0) |
-         (bfloat16 ? kBfloat16 : 0);
+  return (avx2 ? kAvx2 : 0) | (avx_vnni ? kAvxVnni : 0) | (avx512 ? kAvx512 : 0) |
+         (amx ? kAmx : 0) | (bfloat16 ? kBfloat16 : 0);
 }
 
 #elif defined(__aarch64__) && defined(__linux__)
@@ -84,7 +86,7 @@ int32_t probe() { return 0; }
 }  // namespace
 
 /// Levels that can run here besides portable: 1 AVX2, 2 AVX-512, 4 AMX (permission not yet asked),
-/// 8 NEON with dot products; and 16, AVX-512 with BF16.
+/// 8 NEON with dot products, 32 AVX-VNNI; and 16, AVX-512 with BF16.
 TS_EXPORT int32_t ts_probe() { return probe(); }
 
 #ifdef TS_EMULATE_AVX512

@@ -1,10 +1,12 @@
-// Dot products on AVX2: bytes of codes x int8 planes of activations, for codes of up to 7 bits.
+// Dot products on AVX2: bytes of codes x int8 planes of activations, for codes of up to 7 bits, and
+// on AVX-VNNI for all codes.
 //
 // A row's bytes are those of AVX-512: two planes, q = 128 hi + lo, 32 x hi in [-127, 127], then 32
 // x lo in [-64, 63]; or one of q, for activations of 8 bits. A multiply of bytes adds pairs of
 // products into int16, and the smaller the codes, the more of these sums fit before they must be
 // widened. Codes of 8 bits would overflow at once: they are multiplied as int16, as are others
-// where several rows of two planes meet them (few_pairs.h, wide_pairs.h).
+// where several rows of two planes meet them (few_pairs.h, wide_pairs.h). AVX-VNNI adds four
+// products to a sum of 32 bits at once, which needs neither.
 #pragma once
 
 #include <immintrin.h>
@@ -109,6 +111,56 @@ constexpr int quads_together(int most) {
   return together;
 }
 
+#if defined(TS_AVX_VNNI)
+
+/// sums + products of unsigned bytes of `codes` and signed bytes of `activations`, four to a sum.
+TS_INLINE __m256i add_byte_products(__m256i sums, __m256i codes, __m256i activations) {
+#if defined(TS_EMULATE_AVX_VNNI)
+  const __m256i even = _mm256_madd_epi16(_mm256_and_si256(codes, _mm256_set1_epi16(255)),
+                                         _mm256_srai_epi16(_mm256_slli_epi16(activations, 8), 8));
+  const __m256i odd =
+      _mm256_madd_epi16(_mm256_srli_epi16(codes, 8), _mm256_srai_epi16(activations, 8));
+  return add(sums, add(even, odd));
+#else
+  return _mm256_dpbusd_avx_epi32(sums, codes, activations);
+#endif
+}
+
+/// Adds a sub-block's codes x R rows to their totals. Rows and planes are lines of 32 bytes.
+template <WeightType T, int R, int Planes, typename Source>
+TS_INLINE void dot_rows(const Source& codes, const uint8_t* lines, __m256i totals[R][2]) {
+  constexpr int count = block_format(T).quads_per_sub();
+  __m256i high[R][2];  // sums of the first of two planes
+  TS_UNROLL
+  for (int r = 0; r < R; ++r) high[r][0] = high[r][1] = _mm256_setzero_si256();
+  TS_UNROLL
+  for (int i = 0; i < count; ++i) {
+    const __m256i quads[2] = {codes.load(i, 0), codes.load(i, 1)};
+    TS_UNROLL
+    for (int line = 0; line < R * Planes; ++line) {
+      int32_t four;
+      std::memcpy(&four, lines + kBlockSize * line + 4 * i, sizeof four);
+      const __m256i activations = splat(four);
+      TS_UNROLL
+      for (int part = 0; part < 2; ++part) {
+        const bool is_high = Planes == 2 && line % 2 == 0;
+        __m256i& sum = is_high ? high[line / Planes][part] : totals[line / Planes][part];
+        sum = add_byte_products(sum, quads[part], activations);
+        asm("" : "+x"(sum));  // in this order, or GCC would need more registers
+      }
+    }
+  }
+  if constexpr (Planes == 2) {
+    TS_UNROLL
+    for (int r = 0; r < R; ++r) {
+      totals[r][0] = add(totals[r][0], _mm256_slli_epi32(high[r][0], 7));
+      totals[r][1] = add(totals[r][1], _mm256_slli_epi32(high[r][1], 7));
+    }
+  }
+}
+
+#else
+
 /// Adds a sub-block's codes x R rows to their totals. Rows and planes are lines of 32 bytes.
 template <WeightType T, int R, int Planes, typename Source>
 TS_INLINE void dot_rows(const Source& codes, const uint8_t* lines, __m256i totals[R][2]) {
@@ -139,6 +191,8 @@ TS_INLINE void dot_rows(const Source& codes, const uint8_t* lines, __m256i total
     }
   }
 }
+
+#endif
 
 /// What the sums start from: the offset's part.
 template <WeightType T, int Planes>

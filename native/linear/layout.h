@@ -31,6 +31,14 @@
 
 namespace ts {
 
+/// AVX-VNNI is AVX2 with a dot product of bytes that has 32-bit sums. It shares level 1, but meets
+/// all codes as bytes, so that it needs no pairs of int16.
+#if defined(TS_AVX_VNNI)
+constexpr bool kHasByteDots = true;
+#else
+constexpr bool kHasByteDots = false;
+#endif
+
 constexpr int64_t kBlockSize = 32;  // inputs that share a scale of the activations
 constexpr int kQuads = 8;           // of four inputs, in a block
 constexpr int64_t kPanelRows = 8;   // rows of activations that lie together
@@ -310,12 +318,12 @@ struct alignas(64) FloatBlock {
   float rows[kPanelRows][kFloatsPerLine];
 };
 
-/// Whether activations meet codes of a block format as planes of int8. AVX2 multiplies codes of 8
-/// bits as int16, and levels without an instruction for bytes all codes.
+/// Whether activations meet codes of a block format as planes of int8. AVX2 without AVX-VNNI
+/// multiplies codes of 8 bits as int16, and levels without an instruction for bytes all codes.
 constexpr bool has_planes(WeightType type) {
-#if TS_LEVEL == 1
+#if TS_LEVEL == 1 && !defined(TS_AVX_VNNI)
   return is_block_format(type) && block_format(type).value_bits() < 8;
-#elif TS_LEVEL >= 2 || defined(__ARM_FEATURE_DOTPROD)
+#elif TS_LEVEL >= 1 || defined(__ARM_FEATURE_DOTPROD)
   return is_block_format(type);
 #else
   static_cast<void>(type);

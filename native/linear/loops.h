@@ -114,7 +114,7 @@ template <WeightType T, int Planes>
 void multiply_panel(const Product<Planes>& product, int64_t group, int64_t panel, int row,
                     int num_rows) {
 #if TS_LEVEL == 1
-  if constexpr (Planes == 2 && is_block_format(T)) {
+  if constexpr (Planes == 2 && is_block_format(T) && !kHasByteDots) {
     if (product.pairs != nullptr) {
       row = multiply_panel_as_pairs<T>(product, group, panel, row, num_rows);
     }
@@ -198,9 +198,9 @@ class WideProduct {
 
  private:
   using Shape = WideShape<T>;
-  using Block = typename WideBlockOf<T, G, Planes>::Block;
+  using Block = typename WideBlockOf<T, G, meets_bytes<Planes>()>::Block;
   static constexpr BlockFormat kFormat = block_format(T);
-  static constexpr bool kHasBytes = TS_LEVEL == 1 && Planes == 1;
+  static constexpr bool kHasBytes = meets_bytes<Planes>();
 
   struct Sums {
     Lanes lanes[kWideRows][G];
@@ -220,8 +220,8 @@ class WideProduct {
       const PanelBlock<Planes>* panel = panels_ + row / kPanelRows * product_.panel_step() + begin;
       const auto first_row = static_cast<int>(row % kPanelRows);
       if constexpr (kHasBytes) {
-        multiply_byte_blocks<T>(blocks_, panel, first_row, end - begin, next, begin == 0,
-                                sums_[part].lanes);
+        multiply_byte_blocks<T, Planes>(blocks_, panel, first_row, end - begin, next, begin == 0,
+                                        sums_[part].lanes);
       } else {
         multiply_wide<Shape::num_subs, Shape::has_minimum, G>(
             blocks_, panel, first_row, end - begin, next, begin == 0, sums_[part].lanes);
@@ -264,7 +264,7 @@ class WideProduct {
         for (; fine.next < num_fine && places[fine.next][row] < end; ++fine.next) {
           const Block& block = blocks_[places[fine.next][row] - begin];
           if constexpr (kHasBytes) {
-            add_byte_sub<T, 1>(block, low[fine.next], row, 0, sums);
+            add_byte_sub<T, 1, Planes>(block, low[fine.next], row, 0, sums);
           } else {
             add_wide_sub<1, Shape::num_subs, Shape::has_minimum, G>(block, low[fine.next], row, 0,
                                                                     sums);
@@ -295,14 +295,14 @@ class WideProduct {
   FineRow* fine_ = nullptr;  // of mixed products
 };
 
-/// Panels of rows [row_begin, row_end), `row_begin` the first of one: two planes on AVX2 as pairs,
-/// others as they are.
+/// Panels of rows [row_begin, row_end), `row_begin` the first of one: where they are met as pairs
+/// of int16 as such, elsewhere as they are.
 template <WeightType T, int Planes>
 const PanelBlock<Planes>* pair_panels(const Product<Planes>& product, int64_t row_begin,
                                       [[maybe_unused]] int64_t row_end) {
   const PanelBlock<Planes>* panels = product.panels_from(row_begin);
 #if TS_LEVEL == 1
-  if constexpr (has_planes(T) && Planes == 2) {
+  if constexpr (has_planes(T) && !meets_bytes<Planes>()) {
     static thread_local Scratch pairs;
     const int64_t num_blocks = product.num_blocks();
     const int64_t num_panels = round_up(row_end - row_begin, kPanelRows) / kPanelRows;
@@ -373,7 +373,7 @@ void multiply_groups(const Product<Planes>& product, int64_t num_rows, int64_t g
 #endif
   if (row == num_rows) return;
 #if TS_LEVEL == 1
-  if constexpr (Planes == 2 && is_block_format(T)) {
+  if constexpr (Planes == 2 && is_block_format(T) && !kHasByteDots) {
     if (num_rows - row >= fewest_pair_rows<T>() &&
         group_end - group_begin >= fewest_pair_groups<T>()) {
       const int64_t first = row / kPanelRows * kPanelRows;

@@ -55,21 +55,27 @@ constexpr int64_t fewest_pair_groups() {
   return TS_LEVEL == 1 && has_planes(T) ? 3 : 1;
 }
 
-/// With two scales a block any number of groups repays it, and one plane is met as it is.
+/// Whether many rows meet bytes of codes on level 1: rows of one plane, and all on AVX-VNNI.
+template <int Planes>
+constexpr bool meets_bytes() {
+  return TS_LEVEL == 1 && (Planes == 1 || kHasByteDots);
+}
+
+/// With two scales a block any number of groups repays it, and bytes are met as they are.
 template <WeightType T, int Planes>
 constexpr int64_t fewest_wide_groups() {
-  return Planes == 2 && block_format(T).num_subs == 1 ? fewest_pair_groups<T>() : 1;
+  return block_format(T).num_subs == 1 && !meets_bytes<Planes>() ? fewest_pair_groups<T>() : 1;
 }
 
 /// What G groups are unpacked into.
-template <WeightType T, int G, int Planes>
+template <WeightType T, int G, bool MeetsBytes>
 struct WideBlockOf {
   using Block = WideBlock<WideShape<T>::num_subs, G>;
 };
 
 #if TS_LEVEL == 1
 template <WeightType T, int G>
-struct WideBlockOf<T, G, 1> {
+struct WideBlockOf<T, G, true> {
   using Block = ByteBlock<T>;
 };
 #endif

@@ -1,5 +1,6 @@
-// Four rows of one plane against an unpacked group on AVX2, as bytes: what the kernels for few rows
-// (dot_avx2.h) compute, without unpacking codes and scales anew for every four rows.
+// Four rows against an unpacked group on AVX2, as bytes: what the kernels for few rows (dot_avx2.h)
+// compute, without unpacking codes and scales anew for every four rows. Rows have one plane; on
+// AVX-VNNI also two.
 #pragma once
 
 #include "linear/wide_block.h"
@@ -8,8 +9,8 @@
 
 namespace ts {
 
-/// One 32-block of a group as the kernel reads it: codes in VNNI order, float32 scales, and minimums
-/// and zero points where the format has them.
+/// One 32-block of a group as the kernel reads it: codes in VNNI order, float32 scales, and
+/// minimums and zero points where the format has them.
 template <WeightType T>
 struct alignas(64) ByteBlock {
   static constexpr int kNumSubs = block_format(T).num_subs;
@@ -61,9 +62,9 @@ struct UnpackedLines {
 };
 
 /// Adds one sub-block's part to the sums of R rows.
-template <WeightType T, int R>
-TS_INLINE void add_byte_sub(const ByteBlock<T>& block, const PanelBlock<1>& panel, int row, int sub,
-                            Lanes sums[R][1]) {
+template <WeightType T, int R, int Planes>
+TS_INLINE void add_byte_sub(const ByteBlock<T>& block, const PanelBlock<Planes>& panel, int row,
+                            int sub, Lanes sums[R][1]) {
   constexpr BlockFormat format = block_format(T);
   constexpr int count = format.quads_per_sub();
   UnpackedLines codes = {block.lines[sub * count]};
@@ -71,7 +72,14 @@ TS_INLINE void add_byte_sub(const ByteBlock<T>& block, const PanelBlock<1>& pane
   __m256i totals[R][2];
   TS_UNROLL
   for (int r = 0; r < R; ++r) totals[r][0] = totals[r][1] = start_of<T>(panel, row + r, sub);
-  dot_rows<T, R, 1>(codes, row_bytes(panel, row) + 4 * sub * count, totals);
+  // As many rows as have their sums in the registers.
+  constexpr int step = std::min(R, 4 / Planes);
+  const uint8_t* lines = row_bytes(panel, row) + 4 * sub * count;
+  TS_UNROLL
+  for (int r = 0; r < R; r += step) {
+    dot_rows<T, step, Planes>(codes, lines + Planes * kBlockSize * r, totals + r);
+    if (R != step) asm("" : "+r"(lines) : : "memory");
+  }
   const Lanes scale = load_lanes(block.scale[sub]);
   const float* scaled_sum = panel.scaled_sum[sum_index(format.num_subs, sub)] + row;
   TS_UNROLL
@@ -91,10 +99,10 @@ TS_INLINE void add_byte_sub(const ByteBlock<T>& block, const PanelBlock<1>& pane
   }
 }
 
-/// Adds unpacked blocks to the sums of a panel's rows from `row` on, or writes them if these are the
-/// first blocks. Meanwhile the next ones are fetched into the second-level cache.
-template <WeightType T>
-void multiply_byte_blocks(const ByteBlock<T>* blocks, const PanelBlock<1>* panel, int row,
+/// Adds unpacked blocks to the sums of a panel's rows from `row` on, or writes them if these are
+/// the first blocks. Meanwhile the next ones are fetched into the second-level cache.
+template <WeightType T, int Planes>
+void multiply_byte_blocks(const ByteBlock<T>* blocks, const PanelBlock<Planes>* panel, int row,
                           int64_t num_blocks, const NextBlocks& next, bool is_first,
                           Lanes in_out[kWideRows][1]) {
   constexpr BlockFormat format = block_format(T);

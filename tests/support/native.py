@@ -27,6 +27,8 @@ ROOT = Path(__file__).parents[2]
 IS_ARM = platform.machine() == "aarch64"
 _X86_NEEDS = {
     "avx2": {"avx2", "fma", "f16c"},
+    "avx_vnni_emulated": {"avx2", "fma", "f16c"},
+    "avx_vnni": {"avx2", "fma", "f16c", "avx_vnni"},
     "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma", "f16c"},
     "amx_emulated": {"avx512_vnni", "avx512_bf16"},
     "amx": {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"},
@@ -35,7 +37,7 @@ _ARM_NEEDS = {"neon_dotprod": {"atomics", "asimdrdm", "asimddp"}}
 _ARM_BITS = {"atomics": 8, "asimdrdm": 12, "asimddp": 20}  # of AT_HWCAP, in Linux
 # The levels of this kind of processor; those that round alike, the best of them last.
 NEEDS: dict[str, set[str]] = {"portable": set(), **(_ARM_NEEDS if IS_ARM else _X86_NEEDS)}
-VECTOR_LEVELS = ("portable", "neon_dotprod") if IS_ARM else ("avx2", "avx512")
+VECTOR_LEVELS = ("portable", "neon_dotprod") if IS_ARM else ("avx2", "avx_vnni_emulated", "avx512")
 
 
 @cache

@@ -30,12 +30,17 @@ _ARM_LEVELS = {"neon_dotprod": (8, "Armv8.2-A with dot products (asimddp)")}
 _X86_LEVELS = {
     "amx": (4, "AMX tiles (int8, bf16) with AVX-512"),
     "avx512": (2, "AVX-512 F, BW, DQ, VL and VNNI"),
+    "avx_vnni": (32, "AVX-VNNI with AVX2, FMA and F16C"),
     "avx2": (1, "AVX2, FMA and F16C"),
 }
 # Best level first, with its bit in `ts_probe` and the instructions that it needs.
 _LEVELS = (_ARM_LEVELS if _IS_ARM else _X86_LEVELS) | {"portable": (0, "nothing")}
-# Chosen by name only: the AMX level on emulated tiles, for tests on machines without AMX.
-_EMULATED = {} if _IS_ARM else {"amx_emulated": (16, "AVX-512 F, BW, DQ, VL, VNNI and BF16")}
+# Chosen by name only: levels whose own instructions are emulated, for tests on machines without.
+_X86_EMULATED = {
+    "amx_emulated": (16, "AVX-512 F, BW, DQ, VL, VNNI and BF16"),
+    "avx_vnni_emulated": (1, "AVX2, FMA and F16C"),
+}
+_EMULATED = {} if _IS_ARM else _X86_EMULATED
 
 # Levels that multiply int16 numbers faster than float32.
 _FAST_INT16_LEVELS = frozenset(_X86_LEVELS | _EMULATED)

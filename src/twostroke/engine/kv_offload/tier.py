@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 NAME_BYTES: Final = 32
 VERSION: Final = 2  # of the form of pages: raise it when the meaning of their bytes changes
-_ARITHMETIC_LEVELS = {"avx2": "vector", "avx512": "vector"}  # kernels that agree bit for bit
+# Levels whose kernels agree bit for bit.
+_ARITHMETIC_LEVELS = {"avx2": "vector", "avx_vnni": "vector", "avx512": "vector"}
 
 
 class KvCacheSpec(Frozen):
