@@ -94,6 +94,30 @@ ONLY_PARTS: Final = (
 )
 # Fails without a list of tools (Command R, Hermes).
 NEEDS_TOOLS: Final = "{% for t in tools %}{{ t | tojson }}{% endfor %}" + LENIENT
+# Writes each argument of a call, and fails on arguments that are not an object (Qwen3-Coder, GLM).
+NAMED_ARGUMENTS: Final = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>\n<function={{ c.function.name }}>\n"
+    "{% for key, value in c.function.arguments | items %}<parameter={{ key }}>\n{{ value }}\n"
+    "</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    + _NEXT
+)
+# Drops the calls of an answer that has text (DeepSeek R1).
+TEXT_OR_CALLS: Final = LENIENT.replace(
+    "{{ m.content }}" + _CALLS,
+    "{% if m.content %}{{ m.content }}{% else %}" + _CALLS + "{% endif %}",
+)
+# Shows tools in the first message, whatever its role is (Llama 3.1).
+TOOLS_IN_FIRST: Final = (
+    "{% if messages[0].role == 'system' %}{{ messages[0].content }}"
+    "{% set messages = messages[1:] %}{% endif %}{% if tools %}<|im_start|>user\n"
+    "{{ tools | tojson }}{{ messages[0].content }}<|im_end|>\n"
+    "{% set messages = messages[1:] %}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    + _CALLS
+    + "<|im_end|>\n{% endfor %}"
+    + _NEXT
+)
 
 TEMPLATES: Final = {
     name: value

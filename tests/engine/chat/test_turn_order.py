@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -278,3 +279,85 @@ def test_a_model_chats_with_a_template_of_any_name() -> None:
     empty = Chat.of(from_gguf(metadata | {"tokenizer.chat_template": " "}))
     assert empty is not None  # the vocabulary has the marks of ChatML
     assert empty.render(turn_messages("user:a")).text.startswith("<|im_start|>user\na")
+
+
+def called(arguments: str, *, content: str = "") -> dict[str, Any]:
+    """Return an answer that calls `add` with these arguments."""
+    function = {"name": "add", "arguments": arguments}
+    return {"role": "assistant", "content": content, "tool_calls": [CALL | {"function": function}]}
+
+
+@pytest.mark.parametrize("arguments", ["no JSON", '{"a": tr', "[1]", "5", '"no JSON"'])
+def test_arguments_that_are_no_object_reach_templates_that_need_an_object(arguments: str) -> None:
+    messages = [*turn_messages("user:a"), called(arguments), *turn_messages("tool:b", "user:c")]
+    for tools in ((), TOOLS):
+        text = CHATS["NAMED_ARGUMENTS"].render(messages, tools).text
+        assert f"<function=add>\n<parameter=arguments>\n{arguments.strip(chr(34))}\n" in text
+        assert "b" in text
+
+
+@pytest.mark.parametrize("arguments", ["", "null", "{}"])
+def test_null_and_empty_text_are_no_arguments(arguments: str) -> None:
+    messages = [*turn_messages("user:a"), called(arguments), *turn_messages("tool:b", "user:c")]
+    assert "<function=add>\n</function>" in CHATS["NAMED_ARGUMENTS"].render(messages).text
+    assert '"arguments": {}}' in CHATS["LENIENT"].render(messages).text
+
+
+def test_templates_that_accept_any_arguments_get_them_unchanged() -> None:
+    messages = [*turn_messages("user:a"), called("no JSON"), *turn_messages("tool:b")]
+    assert '"arguments": "no JSON"}' in CHATS["LENIENT"].render(messages).text
+
+
+def test_calls_beside_a_text_are_shown_if_the_template_drops_them() -> None:
+    messages = [
+        *turn_messages("user:a"),
+        called('{"a": "argument"}', content="words"),
+        *turn_messages("tool:b", "user:c"),
+    ]
+    text = CHATS["TEXT_OR_CALLS"].render(messages).text
+    assert 0 < text.index("words") < text.index("argument")
+
+
+def test_a_call_before_all_questions_stays_beside_tools() -> None:
+    messages = [called('{"a": "argument"}'), *turn_messages("tool:b", "user:c")]
+    for tools in ((), TOOLS):
+        text = CHATS["TOOLS_IN_FIRST"].render(messages, tools).text
+        assert "argument" in text
+        assert ("get_weather" in text) == bool(tools)
+
+
+@pytest.mark.parametrize(
+    "failing",
+    [
+        "{% if p.type is not string %}{{ raise_exception('an unknown type') }}{% endif %}",
+        "{{ '' + p.type }}",
+        "{% macro m(t) %}{{ '' if t is string else m(t) }}{% endmacro %}{{ m(p.type) }}",
+    ],
+)
+def test_tools_on_which_the_template_fails_are_described_as_text(failing: str) -> None:
+    source = (
+        "{% for t in tools or [] %}{% for key, p in t.function.parameters.properties | items %}"
+        + failing
+        + "{% endfor %}{% endfor %}"
+        + strict_templates.LENIENT
+    )
+    chat = chat_of(source)
+    optional = {"type": ["string", "null"]}
+    function = {"name": "add", "parameters": {"type": "object", "properties": {"x": optional}}}
+    text = chat.render(turn_messages("user:a"), [{"type": "function", "function": function}]).text
+    assert json.dumps(function) in text
+    assert "You can call these functions" in text
+    assert "You can call these functions" not in chat.render(turn_messages("user:a"), TOOLS).text
+    with pytest.raises(RequestError, match="never"):
+        chat_of(source + "{{ raise_exception('never') }}").render(turn_messages("user:a"), TOOLS)
+
+
+def test_parts_that_the_template_drops_are_joined() -> None:
+    source = (
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}"
+        "{% else %}{{ m.content[0].text }}{% endif %}|{% endfor %}"
+    )
+    parts = [{"type": "text", "text": text} for text in ("a", "b")]
+    messages = [{"role": "system", "content": parts}, {"role": "user", "content": parts}]
+    assert chat_of(source).render(messages).text == "a\nb|a\nb|"
+    assert chat_of(source).render([{"role": "user", "content": []}]).text == "|"

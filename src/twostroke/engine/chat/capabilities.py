@@ -27,7 +27,7 @@ _ANSWER: Final = "probed answer"
 _CALL_IDS: Final = ("call_0123456789abcdef01234567", "abcdef123", f"functions.{_CALL}:0")
 _ARGUMENTS: Final = {"probed_key": "value"}
 _USER: Final = {"role": "user", "content": "Hello"}
-_TOOL_SCHEMA: Final[dict[str, Any]] = {
+PROBED_TOOL: Final[dict[str, Any]] = {
     "type": "function",
     "function": {
         "name": _TOOL,
@@ -58,6 +58,7 @@ class TemplateCapabilities(Frozen):
         has_tool_responses: whether results are a field of the answer with their calls.
         has_null_content: whether an answer with calls and no text needs null content.
         has_text_arguments: whether arguments are a string of JSON, not an object.
+        needs_object_arguments: whether the template fails on arguments that are not an object.
     """
 
     form: CallForm = HERMES
@@ -72,6 +73,7 @@ class TemplateCapabilities(Frozen):
     has_tool_responses: bool = False
     has_null_content: bool = False
     has_text_arguments: bool = False
+    needs_object_arguments: bool = False
 
 
 def find_capabilities(template: ChatTemplate, tokenizer: Tokenizer) -> TemplateCapabilities:
@@ -102,6 +104,7 @@ def find_capabilities(template: ChatTemplate, tokenizer: Tokenizer) -> TemplateC
         has_tool_responses=probe.reads_tool_responses(),
         has_null_content=probe.content is None,
         has_text_arguments=is_text,
+        needs_object_arguments=not is_text and not probe.writes_call_with("no JSON"),
     )
 
 
@@ -145,7 +148,7 @@ class _Probe(Frozen):
         messages: Sequence[dict[str, Any]],
         *,
         has_tools: bool = True,
-        tool: dict[str, Any] = _TOOL_SCHEMA,
+        tool: dict[str, Any] = PROBED_TOOL,
     ) -> str:
         """Return a test conversation as the template renders it; empty if it is refused."""
         try:
@@ -160,7 +163,7 @@ class _Probe(Frozen):
 
     def reads_system(self) -> bool:
         """Whether the template shows tools that stand in the system message's field `tools`."""
-        system = {"role": "system", "content": "", "tools": json.dumps([_TOOL_SCHEMA])}
+        system = {"role": "system", "content": "", "tools": json.dumps([PROBED_TOOL])}
         return _TOOL in self.render([system, _USER], has_tools=False)
 
     def find_form(self) -> CallForm | None:
@@ -207,6 +210,12 @@ class _Probe(Frozen):
         Used to choose whether a message with calls has an empty text or null as its content.
         """
         return len(self.render([_USER, self._answer(_CALL)]))
+
+    def writes_call_with(self, arguments: str) -> bool:
+        """Whether the template shows a tool call with arguments that are not a JSON object."""
+        answer = self._answer(_CALL)
+        answer["tool_calls"][0]["function"]["arguments"] = arguments
+        return _CALL in self.render([_USER, answer])
 
     def takes_several(self) -> bool:
         """Whether the template shows both of two tool calls in one answer."""

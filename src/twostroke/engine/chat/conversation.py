@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -12,7 +12,7 @@ from twostroke.core.changing_lines import without_changing_lines
 from twostroke.core.constraint import ReasoningSection
 from twostroke.core.errors import ModelFormatError, RequestError, TwostrokeError
 from twostroke.core.frozen import Frozen
-from twostroke.engine.chat.capabilities import find_capabilities
+from twostroke.engine.chat.capabilities import PROBED_TOOL, find_capabilities
 from twostroke.engine.chat.content_marks import find_content_marks
 from twostroke.engine.chat.harmony import BEGIN_OF_ANSWER, MARKS, is_harmony, with_one_analysis
 from twostroke.engine.chat.messages import (
@@ -208,9 +208,22 @@ class ProbedTemplate:
     @cached_property
     def turn_order(self) -> TurnOrder:
         """The orders of messages that the chat template accepts."""
+        return self._find_turn_order(())
+
+    @cached_property
+    def turn_order_with_tools(self) -> TurnOrder:
+        """The orders of messages that the chat template accepts if it shows tools.
+
+        Some templates show tools in the first message of the user, which must then exist.
+        """
+        if not self.capabilities.shows_tools:
+            return self.turn_order
+        return self._find_turn_order(fitted_tools([PROBED_TOOL], self.capabilities))
+
+    def _find_turn_order(self, tools: Sequence[Mapping[str, Any]]) -> TurnOrder:
         capabilities = self.capabilities
         return find_turn_order(
-            self._shows,
+            partial(self._shows, tools=tools),
             names_developer=self.template.names_developer,
             writes_tools=capabilities.writes_calls and capabilities.writes_results,
         )
@@ -238,6 +251,25 @@ class ProbedTemplate:
         parts = [{"type": "text", "text": text}]
         return not self._shows_content(text) and self._shows_content(parts)
 
+    @cached_property
+    def _shows_all_parts(self) -> bool:
+        """Whether the template reads content that is a list of parts, and shows all parts.
+
+        Some templates show only the first part of the system message.
+        """
+        if not self.template.reads_parts:
+            return False
+        parts = [{"type": "text", "text": text} for text in ("tried text", "another text")]
+        user = {"role": "user", "content": parts}
+        for messages in ([user], [{"role": "system", "content": parts}, user]):
+            try:
+                rendered = self.template.render(messages, tools=self._without_tools).text
+            except TwostrokeError:
+                continue
+            if rendered.count("another text") < len(messages):
+                return False
+        return True
+
     def _shows_content(self, content: object) -> bool:
         user = [{"role": "user", "content": content}]
         try:
@@ -245,13 +277,13 @@ class ProbedTemplate:
         except TwostrokeError:
             return False
 
-    def _shows(self, messages: list[dict[str, Any]]) -> bool:
+    def _shows(self, messages: list[dict[str, Any]], *, tools: Sequence[Mapping[str, Any]]) -> bool:
         """Whether the chat template accepts a test conversation and writes all of its texts."""
         try:
             rendered = self.template.render(
-                self._in_parts(fit_to_template(messages, (), self.capabilities)),
+                self._in_parts(fit_to_template(messages, tools, self.capabilities)),
                 add_generation_prompt=False,
-                tools=self._without_tools,
+                tools=[*tools] or self._without_tools,
                 has_text_arguments=self.capabilities.has_text_arguments,
             )
         except TwostrokeError:
@@ -268,35 +300,72 @@ class ProbedTemplate:
         continue_final_message: bool,
     ) -> Prompt:
         """Return a conversation's prompt, rendered with this template; see `Chat.render`."""
-        template, tools_to_show = self.template, self._without_tools
         has_tools = bool(tools) or any(
             message.get("tool_calls") or message.get("role") == "tool" for message in messages
         )
-        checked = check_messages(
-            messages, keep_parts=template.reads_parts and not has_tools, has_text_arguments=True
-        )
-        if not self.turn_order.developer:
-            checked = with_system_role(checked)
-        if has_tools:
-            checked = fit_to_template(checked, tools, self.capabilities)
-            if tools and self.capabilities.shows_tools:
-                tools_to_show = fitted_tools(tools, self.capabilities)
-        if self.marks is not None and self.marks.has_channels:
-            checked = with_one_analysis(checked)
-        for message in checked:
-            if message["content"] is None and not message.get("tool_calls"):
-                message["content"] = ""
-        prompt = self._render_in_order(
-            checked,
-            continues=continue_final_message,
-            add_generation_prompt=add_generation_prompt,
-            tools=tools_to_show,
-            has_text_arguments=has_tools and self.capabilities.has_text_arguments,
-            **variables_of(thinking, template.variables, self.marks),
-        )
+        keep_parts = self._shows_all_parts and not has_tools
+        checked = check_messages(messages, keep_parts=keep_parts, has_text_arguments=True)
+        options: dict[str, Any] = {
+            "continues": continue_final_message,
+            "add_generation_prompt": add_generation_prompt,
+            **variables_of(thinking, self.template.variables, self.marks),
+        }
+        if not has_tools:
+            prompt = self._render_in_order(
+                self._with_known_roles(checked, self.turn_order),
+                self.turn_order,
+                tools=self._without_tools,
+                **options,
+            )
+        else:
+            prompt = self._render_with_tools(checked, tools, **options)
         if add_generation_prompt and self.marks is not None and is_switched_off(thinking):
             return close_reasoning(prompt, self.marks, self._tokenizer)
         return prompt
+
+    def _render_with_tools(
+        self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, object]], **options: Any
+    ) -> Prompt:
+        """Render a conversation that has tools, calls or results.
+
+        If the template fails on the tools, because of a type in their schemas that it does not
+        know, they are described as text.
+        """
+        capabilities = self.capabilities
+        if not tools or not capabilities.shows_tools:
+            return self._render_fitted(messages, tools, capabilities, **options)
+        try:
+            return self._render_fitted(messages, tools, capabilities, **options)
+        except RefusedByTemplateError as refusal:
+            without_tools = replace(capabilities, shows_tools=False)
+            try:
+                return self._render_fitted(messages, tools, without_tools, **options)
+            except RefusedByTemplateError:
+                raise refusal from None
+
+    def _render_fitted(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Sequence[Mapping[str, object]],
+        capabilities: TemplateCapabilities,
+        **options: Any,
+    ) -> Prompt:
+        """Render a conversation with tools, calls or results for a template with `capabilities`."""
+        shows_tools = bool(tools) and capabilities.shows_tools
+        order = self.turn_order_with_tools if shows_tools else self.turn_order
+        messages = self._with_known_roles(messages, order)
+        return self._render_in_order(
+            fit_to_template(messages, tools, capabilities),
+            order,
+            tools=fitted_tools(tools, capabilities) if shows_tools else self._without_tools,
+            has_text_arguments=capabilities.has_text_arguments,
+            **options,
+        )
+
+    def _with_known_roles(
+        self, messages: list[dict[str, Any]], order: TurnOrder
+    ) -> list[dict[str, Any]]:
+        return messages if order.developer else with_system_role(messages)
 
     def _in_parts(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return messages with lists of parts as content, if the template needs such lists."""
@@ -310,15 +379,28 @@ class ProbedTemplate:
         ]
 
     def _render_in_order(
-        self, messages: list[dict[str, Any]], *, continues: bool, **options: Any
+        self,
+        messages: list[dict[str, Any]],
+        order: TurnOrder,
+        *,
+        continues: bool,
+        **options: Any,
     ) -> Prompt:
         """Render messages after rearranging them into an order that the chat template accepts.
 
         If the template refuses that order, too, stricter orders are tried.
         """
+        if self.marks is not None and self.marks.has_channels:
+            messages = with_one_analysis(messages)
+        messages = [
+            message | {"content": ""}
+            if message["content"] is None and not message.get("tool_calls")
+            else message
+            for message in messages
+        ]
         refusal = None
-        for order in (self.turn_order, ALTERNATING, STRICTEST):
-            turns = arrange_turns(messages, order, continues=continues)
+        for tried_order in (order, ALTERNATING, STRICTEST):
+            turns = arrange_turns(messages, tried_order, continues=continues)
             try:
                 return self.template.render(
                     with_reasoning(self._in_parts(turns), self.template.keys),
@@ -381,6 +463,7 @@ class Chat:
         if self.refusal is None:
             for probed in (self._plain, self._for_tools[0]):
                 probed.turn_order  # noqa: B018 - found when first used
+                probed.turn_order_with_tools  # noqa: B018 - found when first used
 
     @cached_property
     def _plain(self) -> ProbedTemplate:

@@ -108,7 +108,7 @@ def _content(content: object, where: str) -> str | list[dict[str, str]] | None:
             reason = "must have parts of type text only: this model reads nothing else."
             raise RequestError(reason, field=where)
         parts.append({"type": "text", "text": text})
-    return parts
+    return parts or ""
 
 
 def _check_call(call: object, where: str) -> None:
@@ -122,7 +122,8 @@ def _read_arguments(function: dict[str, Any], where: str) -> None:
     if not isinstance(arguments, str):
         return
     try:
-        function["arguments"] = to_plain_json(parse_json(arguments), where) if arguments else {}
+        value = to_plain_json(parse_json(arguments), where) if arguments else None
+        function["arguments"] = {} if value is None else value  # null stands for no arguments
     except (ValueError, RecursionError):
         # A model may have written arguments that are not JSON: the template gets the string.
         function["arguments"] = arguments

@@ -201,7 +201,8 @@ class ChatTemplate:
         except TwostrokeError:
             raise
         except RecursionError as error:
-            raise RequestError("The chat template calls itself too deeply.") from error
+            reason = "The chat template calls itself too deeply."
+            raise RefusedByTemplateError(reason, field="messages") from error
         except Exception as error:  # a template is foreign code: it can fail in any way
             raise RefusedByTemplateError(self._complaint(error), field="messages") from error
 

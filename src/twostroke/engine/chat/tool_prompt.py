@@ -9,6 +9,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final
 
+from twostroke.core.json_io import parse_json
 from twostroke.engine.chat.turn_order import TOOL_RESULT
 
 if TYPE_CHECKING:
@@ -182,6 +183,8 @@ def _fit_message(message: dict[str, Any], capabilities: TemplateCapabilities) ->
         return message | {"content": "\n".join(filter(None, [content, written]))}
     if capabilities.has_text_arguments:
         calls = [_with_text_arguments(call) for call in calls]
+    if capabilities.needs_object_arguments:
+        calls = [_with_object_arguments(call) for call in calls]
     if capabilities.has_short_ids:
         calls = [call | {"id": _short_id(str(call.get("id")))} for call in calls]
     empty_content = None if capabilities.has_null_content else ""
@@ -199,6 +202,26 @@ def _arguments(function: Mapping[str, Any]) -> str:
 def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
     return call | {"function": function | {"arguments": _arguments(function)}}
+
+
+def _with_object_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool call whose arguments are an object, as its template needs.
+
+    Models sometimes write arguments that are no object, or not even JSON, and agents send them
+    back. The object then has them as its member `arguments`.
+    """
+    function = call["function"]
+    arguments = function.get("arguments")
+    value = arguments
+    if isinstance(arguments, str):
+        try:
+            value = parse_json(arguments) if arguments else None
+        except (ValueError, RecursionError):
+            value = arguments
+    if isinstance(value, dict):
+        return call
+    wrapped = {} if value is None else {"arguments": value}
+    return call | {"function": function | {"arguments": wrapped}}
 
 
 def _short_id(call_id: str) -> str:

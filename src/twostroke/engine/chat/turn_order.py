@@ -144,16 +144,31 @@ def find_turn_order(
 
 
 def is_shown(messages: Sequence[Message], rendered: str) -> bool:
-    """Whether a rendered test conversation has all texts of the messages from `find_turn_order`."""
-    texts = (text for message in messages for text in _TEXT.findall(message["content"] or ""))
-    return all(text in rendered for text in texts)
+    """Whether a rendered test conversation has all texts of the messages from `find_turn_order`.
+
+    That includes the arguments of calls.
+    """
+    return all(
+        text in rendered
+        for message in messages
+        for written in (message["content"] or "", *_arguments_of(message))
+        for text in _TEXT.findall(written)
+    )
 
 
-_PROBE_CALL: Final = {
-    "id": "abcdef123",
-    "type": "function",
-    "function": {"name": "probed_call", "arguments": '{"probed_key": "value"}'},
-}
+def _arguments_of(message: Message) -> list[str]:
+    return [call["function"]["arguments"] for call in message.get("tool_calls") or ()]
+
+
+_PROBE_ID: Final = "abcdef123"
+_FIRST_ARGUMENT: Final = 100  # texts with larger numbers are arguments of calls
+
+
+def _probe_call(index: int) -> dict[str, Any]:
+    """Return the call of the message with this index in a test conversation."""
+    arguments = f'{{"probed_key": "probed{_FIRST_ARGUMENT + index}text"}}'
+    function = {"name": "probed_call", "arguments": arguments}
+    return {"id": _PROBE_ID, "type": "function", "function": function}
 
 
 def _probe(turns: str) -> list[Message]:
@@ -168,9 +183,9 @@ def _probe(turns: str) -> list[Message]:
         if kind == "call":
             message["content"] = ""
         if kind in {"call", "callwithtext"}:
-            message["tool_calls"] = [_PROBE_CALL]
+            message["tool_calls"] = [_probe_call(index)]
         if role == "tool":
-            message |= {"tool_call_id": _PROBE_CALL["id"], "name": "probed_call"}
+            message |= {"tool_call_id": _PROBE_ID, "name": "probed_call"}
         messages.append(message)
     return messages
 
