@@ -68,6 +68,9 @@ bench-simulate: native pull ## Simulated runs beside the measured server.
 bench-what-if: native pull ## Recorded loads, changed settings and advice: measured beside predicted.
 	@$(BIN)/python -m benchmarks.lab.what_if $(ARGS)
 
+bench-advice: native pull ## A load that is recorded, its advice, and what the advice brings.
+	@$(BIN)/python -m benchmarks.lab.advice $(ARGS)
+
 bench-availability: native pull ## Engines and servers killed under load, measured beside simulated.
 	@$(BIN)/python -m benchmarks.lab.availability $(ARGS)
 

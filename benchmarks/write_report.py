@@ -15,6 +15,7 @@ from benchmarks.common.report import ROOT, caption, table
 from benchmarks.common.workload import WORKS
 from benchmarks.engine import parallel_report
 from benchmarks.engine.speculation_results import load_results
+from benchmarks.lab.advice import load_advice_results
 from benchmarks.peers.quality import Quality
 from benchmarks.serving.definitions import load_comparisons
 from twostroke.core.options import AUTO_BITS
@@ -70,6 +71,11 @@ by the figure that `twostroke bench` computes from its own run by the definition
 a model compares definitions. With a model, the load generators (aiperf has eight processes) slow
 the server on a small machine: then the rounds of one tool differ by more than the tools do.
 """
+_ADVICE = """## Advice
+
+A load is recorded, `twostroke advise` reads it, and the advised command runs beside the default one
+under the same loads in turn. [benchmarks/README.md](benchmarks/README.md#advice) says how.
+"""
 _QUALITY = """## Quality
 
 The next-token distributions on held-out text, against the float32 reference on the same weights.
@@ -83,7 +89,7 @@ def main() -> None:
     if not machines:
         raise SystemExit("There are no measurements yet; run `make bench WHAT=peers`.")
     parts = [_HEAD, *_speed(machines), *_speculation(machines), *_parallel(machines)]
-    parts += [*_quality(machines), *_load_generators(machines)]
+    parts += [*_quality(machines), *_load_generators(machines), *_advice(machines)]
     _PAGE.write_text("\n".join(parts).rstrip() + "\n")
     print(f"Wrote {_PAGE.relative_to(ROOT)}")
 
@@ -164,6 +170,14 @@ def _load_generators(machines: dict[str, list[Record]]) -> Iterator[str]:
         yield _LOAD_GENERATORS
     for comparison in comparisons:
         yield from comparison.parts()
+
+
+def _advice(machines: dict[str, list[Record]]) -> Iterator[str]:
+    results = [result for name in machines for result in load_advice_results(name)]
+    if results:
+        yield _ADVICE
+    for result in results:
+        yield from result.parts()
 
 
 def _newest(result: SpeculationResult) -> str:
