@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 from typing import TYPE_CHECKING
 
 import click
@@ -48,6 +49,28 @@ def test_the_command_is_printed_with_the_expected_gain(cli, config, trace):
     for name, value in changes.items():
         assert f"--{name.replace('_', '-')} {value}" in command
     assert "int8" not in command
+
+
+def test_the_end_of_the_time_gives_the_best_setting_so_far(cli, config, trace):
+    arguments = ("advise", config, trace, "--on", "h100-sxm", "--ttft", "3000", "--tpot", "9")
+    ran = cli(*arguments, "--time-limit", "1e-6")
+    assert ran.code == 0
+    assert "This is a part of the advice: the search ended after 1 setting," in ran.out
+    assert ran.out.splitlines()[-1].strip().startswith("twostroke serve ")
+
+
+def test_ctrl_c_gives_the_best_setting_so_far(cli, config, trace, monkeypatch):
+    def interrupt(*_):
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("twostroke.cli.advise._progress", interrupt)
+    arguments = ("--on", "h100-sxm", "--ttft", "3000", "--tpot", "9", "--max-replicas", "3")
+    ran = cli("advise", config, trace, *arguments, "--json")
+    assert ran.code == 130
+    body = json.loads(ran.out)
+    assert (body["advice"]["is_partial"], body["advice"]["num_tried"]) == (True, 1)
+    assert (body["withheld"], body["fleet"]) == (None, None)
+    assert "computing the gain of the best setting so far" in ran.err
 
 
 def test_a_fleet_has_a_command_for_each_server_and_the_router(cli, config, trace):

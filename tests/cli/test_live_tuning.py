@@ -8,6 +8,7 @@ import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -15,7 +16,7 @@ from msgspec.structs import replace
 from support.tiny import write_tiny_gguf
 from support.waiting import wait_for
 from twostroke.backends import machine_limits
-from twostroke.cli import tuning_search
+from twostroke.cli import live_tuning, tuning_search
 from twostroke.cli.autotune import Autotune
 from twostroke.cli.live_tuning import LiveTuner
 from twostroke.cli.tuning_search import TuningAnswer, TuningQuestion
@@ -23,7 +24,7 @@ from twostroke.core.errors import UsageError
 from twostroke.core.options import ComputeOptions, EngineOptions, ParallelOptions
 from twostroke.core.recorded_trace import ServerSettings
 from twostroke.lab.measure.requests import Objectives
-from twostroke.lab.simulator import advice, machine_speed
+from twostroke.lab.simulator import advice, machine_speed, recorded_traces
 from twostroke.lab.simulator.advice import Estimate
 from twostroke.lab.simulator.gain import Gain, Interval
 from twostroke.lab.simulator.machine_speed import MachineSpeed
@@ -107,13 +108,40 @@ def test_limits_stay_without_advice_and_under_an_overload(tuner: LiveTuner, engi
     assert engine.limits == []
 
 
+def test_limits_that_stay_are_logged_with_their_estimate(
+    tuner: LiveTuner, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        tuner.take(replace(ADVICE, changes={}, gain=None))
+    assert "the limits stay, by the newest 1,000 requests: 60.0% meet the objectives" in caplog.text
+
+
+def test_the_best_of_a_search_that_ended_early_is_applied_and_marked(
+    tuner: LiveTuner, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        tuner.take(replace(ADVICE, is_partial=True, num_tried=7))
+    assert engine.limits == [(512, 8)]
+    assert "1,000 requests (in part: the search ended after 7 settings). Expected" in caplog.text
+
+
+def test_notes_about_the_trace_are_logged_once(
+    tuner: LiveTuner, caplog: pytest.LogCaptureFixture
+) -> None:
+    note = "trace: only its newest 20,000 lines are read."
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            tuner.take(replace(ADVICE, changes={}, gain=None, notes=(note,)))
+    assert caplog.text.count(note) == 1
+
+
 @pytest.mark.parametrize(
-    ("share", "count", "limits"),
+    ("share", "noise", "count", "limits"),
     [
-        (0.62, 300, [(512, 8), (512, 256)]),  # worse than without, by more than chance
-        (0.73, 300, [(512, 8)]),  # by chance
-        (0.95, 300, [(512, 8)]),
-        (0.10, 99, [(512, 8)]),  # too few requests
+        (0.62, 0.1, 300, [(512, 8), (512, 256)]),  # worse than without, by more than chance
+        (0.62, 0.2, 300, [(512, 8)]),  # by chance
+        (0.95, 0.1, 300, [(512, 8)]),
+        (0.10, 0.1, 99, [(512, 8)]),  # too few requests
     ],
 )
 def test_limits_are_taken_back_if_fewer_requests_are_good(
@@ -121,12 +149,17 @@ def test_limits_are_taken_back_if_fewer_requests_are_good(
     engine: Engine,
     caplog: pytest.LogCaptureFixture,
     share: float,
+    noise: float,
     count: int,
     limits: list[tuple[int, int]],
 ) -> None:
     tuner.take(ADVICE)
+    gain = share - 0.75
     no_advice = TuningAnswer(
-        num_requests=1000, num_measured=count, measured_share=share, usual_share=0.75
+        num_requests=1000,
+        num_measured=count,
+        measured_share=share,
+        measured_gain=Interval(gain, gain - noise, gain + noise),
     )
     with caplog.at_level(logging.INFO):
         tuner.take(no_advice)
@@ -179,10 +212,55 @@ def test_a_search_measures_the_present_settings_and_estimates_the_usual_ones(
     answer = tuning_search.answer(question)
     assert (answer.num_requests, answer.num_measured) == (120, 120)
     assert answer.measured_share == 0.75
-    assert answer.usual_share is not None
+    assert answer.measured_gain is not None
+    assert not answer.is_partial
     same = tuning_search.answer(replace(question, present=USUAL))
-    assert same.usual_share is None
+    assert same.measured_gain is None
     assert same.num_measured == 0
+
+
+def test_a_search_without_time_judges_and_gives_the_best_setting_so_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine_speed, "recorded_speed", lambda *_: MachineSpeed())
+    model, trace = write_tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "trace"
+    write_trace(trace, TUNED, 120)
+    question = replace(
+        QUESTION,
+        model=str(model),
+        trace=str(trace),
+        present=TUNED,
+        objectives=Objectives(0.5),
+        search_s=0.0,
+    )
+    emitted: list[TuningAnswer] = []
+    answer = tuning_search.answer(question, emit=emitted.append)
+    assert (answer.is_partial, answer.num_tried) == (True, 1)
+    assert answer.default == answer.advised
+    (judgement,) = emitted  # before the search
+    assert judgement.measured_gain == answer.measured_gain is not None
+    assert (judgement.is_partial, judgement.default) == (True, None)
+
+
+def test_the_newest_part_of_a_long_trace_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine_speed, "recorded_speed", lambda *_: MachineSpeed())
+    monkeypatch.setattr(recorded_traces, "MAX_REQUESTS", 200)
+    monkeypatch.setattr(recorded_traces, "NEWEST_LINES", 150)
+    model, trace = write_tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "trace"
+    write_trace(trace, TUNED, 300)
+    question = replace(
+        QUESTION,
+        model=str(model),
+        trace=str(trace),
+        present=TUNED,
+        objectives=Objectives(0.5),
+        search_s=0.0,
+    )
+    answer = tuning_search.answer(question)
+    assert (answer.num_requests, answer.num_measured) == (150, 150)
+    assert answer.notes == ("trace: only its newest 150 lines are read.",)
 
 
 def test_only_completed_requests_that_arrived_after_the_change_are_judged(
@@ -204,15 +282,23 @@ def test_only_completed_requests_that_arrived_after_the_change_are_judged(
 
     monkeypatch.setattr(advice, "good_requests", all_good)
     question = replace(
-        QUESTION, model=str(model), trace=str(trace), present=TUNED, objectives=Objectives(0.5)
+        QUESTION,
+        model=str(model),
+        trace=str(trace),
+        present=TUNED,
+        objectives=Objectives(0.5),
+        search_s=0.0,
     )
     answer = tuning_search.answer(question)
-    assert (answer.num_measured, answer.measured_share, answer.usual_share) == (120, 0.75, 1.0)
+    assert (answer.num_measured, answer.measured_share) == (120, 0.75)
+    assert answer.measured_gain is not None
+    assert answer.measured_gain.expected == -0.25
     later = tuning_search.answer(replace(question, changed_s=10.0))
-    assert (later.num_measured, later.measured_share, later.usual_share) == (100, 0.75, 1.0)
-    assert counted == [160, 140]
+    assert (later.num_measured, later.measured_share) == (100, 0.75)
+    num_speeds = len(MachineSpeed().slowness)
+    assert counted == [160] * num_speeds + [140] * num_speeds
     last = tuning_search.answer(replace(question, changed_s=10.1))
-    assert (last.num_measured, last.usual_share) == (99, None)
+    assert (last.num_measured, last.measured_gain) == (99, None)
 
 
 def test_the_times_of_a_change_follow_a_clock_that_jumped(
@@ -225,7 +311,7 @@ def test_the_times_of_a_change_follow_a_clock_that_jumped(
     text = trace.read_text()
     write_trace(trace, TUNED, 120, first_s=pause_s)
     trace.write_text(text + trace.read_text())
-    question = replace(QUESTION, model=str(model), trace=str(trace), present=TUNED)
+    question = replace(QUESTION, model=str(model), trace=str(trace), present=TUNED, search_s=0.0)
     answer = tuning_search.answer(replace(question, changed_s=pause_s - 1))
     assert answer.num_measured == 120
     answer = tuning_search.answer(replace(question, changed_s=pause_s + 9.9))
@@ -275,7 +361,7 @@ def test_a_search_uses_the_limits_of_the_machine_that_were_measured_before(
     monkeypatch.setattr(machine_speed, "recorded_speed", lambda *_: MachineSpeed())
     model, trace = write_tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "trace"
     write_trace(trace, USUAL, 120)
-    question = replace(QUESTION, model=str(model), trace=str(trace))
+    question = replace(QUESTION, model=str(model), trace=str(trace), search_s=0.0)
     tuning_search.answer(question)  # measures the machine if nothing has
 
     def refuse(*_: Any) -> float:
@@ -284,6 +370,53 @@ def test_a_search_uses_the_limits_of_the_machine_that_were_measured_before(
     monkeypatch.setattr(machine_limits, "measure_bandwidth", refuse)
     monkeypatch.setattr(machine_limits, "measure_peak", refuse)
     assert tuning_search.answer(question).num_measured == 120
+
+
+def test_a_search_that_is_killed_for_its_time_still_judges(
+    engine: Engine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    worse = TuningAnswer(
+        num_measured=300, measured_share=0.5, measured_gain=Interval(-0.2, -0.3, -0.1)
+    )
+    search = tmp_path / "search"
+    text = msgspec.json.encode(worse).decode()
+    search.write_text(
+        f"#!/bin/sh\ncat > /dev/null\necho '{text}'\nprintf '{{\"cut'\nexec sleep 60\n"
+    )
+    search.chmod(0o700)
+    monkeypatch.setattr(live_tuning, "_MAX_SEARCH_S", 1.0)
+    monkeypatch.setattr(live_tuning.sys, "executable", str(search))
+    trace = tmp_path / "trace"
+    tuner = LiveTuner(engine, replace(QUESTION, trace=str(trace), present=TUNED), interval_s=0.05)
+    with caplog.at_level(logging.INFO):
+        tuner.start(Loop())  # type: ignore[arg-type]
+        write_trace(trace, TUNED, 3)
+        wait_for(lambda: "Back to --token-budget 512, --max-running 256" in caplog.text)
+        tuner.close()
+    assert "the search was ended after 1 s" in caplog.text
+    assert engine.limits == [(512, 8), (512, 256)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ((), "--autotune-interval has no effect without --autotune"),
+        (
+            ("--autotune", "trace", "--objective", "ttft=0.5"),
+            "--autotune-interval has no effect without --record-trace trace",
+        ),
+        (("--autotune", "trace", "--autotune-interval", "0"), "--autotune-interval"),
+    ],
+)
+def test_an_interval_needs_a_server_that_is_tuned_while_it_serves(
+    cli: Any, arguments: tuple[str, ...], reason: str
+) -> None:
+    ran = cli("serve", "smollm2", "--autotune-interval", "30", *arguments)
+    assert ran.code == 2
+    assert reason in ran.err
 
 
 def test_searches_run_in_a_process_while_requests_come(

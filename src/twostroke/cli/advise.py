@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import shlex
+import time
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -20,7 +22,7 @@ from twostroke.cli.planning import (
     take_objectives,
     threads_option,
 )
-from twostroke.cli.terminal import printable, show_table
+from twostroke.cli.terminal import on_interrupt, printable, show_table
 from twostroke.core.errors import UsageError
 from twostroke.core.json_io import encode_json
 from twostroke.core.message_text import counted_noun
@@ -28,6 +30,7 @@ from twostroke.core.message_text import counted_noun
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from twostroke.lab.measure.requests import Objectives
     from twostroke.lab.simulator import SimulationSetup, Workload
     from twostroke.lab.simulator.advice import Advice, Estimate, FleetAdvice
     from twostroke.lab.simulator.gain import Gain, Interval
@@ -39,6 +42,7 @@ _FLAGS: Final = {
     "kv_format": "--kv-format",
     "page_cache_size": "--page-cache DIR --page-cache-size",
 }
+_INTERRUPTED_CODE: Final = 130
 _ANSWERS_CHANGE: Final = "changes answers a little: compare them first (twostroke compare)"
 
 
@@ -101,23 +105,26 @@ _ANSWERS_CHANGE: Final = "changes answers a little: compare them first (twostrok
     type=ByteSizeParam(),
     help="Memory for keys and values [default: as `serve`].",
 )
+@option(
+    "--time-limit",
+    "time_limit_s",
+    type=BoundedNumberParam(high=1e9),
+    default=None,
+    help="End the search after X seconds with the best setting so far; its gain is still computed.",
+)
 @option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def command(model: str, trace: str, *, as_json: bool, **values: Any) -> None:
+def command(model: str, trace: str, *, as_json: bool, **values: Any) -> int:
     """Find the options of `serve` with which MODEL meets objectives under the traffic of TRACE.
 
     TRACE is a file of --record-trace, or another trace, as for `simulate`. Each tried setting is
     simulated with steps that were measured on this machine, and its gain has a 95% interval: for
     the speed that the machine had while it recorded the trace, and for other draws of the requests.
     If no setting is better than the defaults at the low end, the advice is to keep them.
+
+    Ctrl-C ends the search, and computes the gain of the best setting so far. A second Ctrl-C ends
+    the command at once.
     """
     from twostroke.lab.simulator import read_trace
-    from twostroke.lab.simulator.advice import (
-        INT8,
-        OptionChoices,
-        advise,
-        advise_fleet,
-        changed_setup,
-    )
 
     objectives = take_objectives(values)
     if not objectives:
@@ -126,7 +133,64 @@ def command(model: str, trace: str, *, as_json: bool, **values: Any) -> None:
     load = trace_load.changed(speed=values["speed"], scale=values["scale"])
     check_effect("page_cache_speed", "page_cache_size", has_effect=bool(values["page_cache_size"]))
     setup = server_setup(model, values)
-    machine = _machine_speed(setup, trace_load, load)
+    search_end = _SearchEnd(values["time_limit_s"])
+    with on_interrupt(search_end.interrupt):
+        machine = _machine_speed(setup, trace_load, load)
+        advice, withheld, fleet = _search(setup, load, objectives, machine, values, search_end)
+    commands = [*_commands(model, advice, fleet)]
+    if as_json:
+        printed = {"advice": advice, "fleet": fleet, "withheld": withheld, "commands": commands}
+        click.echo(encode_json(printed).decode())
+    else:
+        for line in _text(setup, load, advice, withheld, fleet):
+            click.echo(printable(line))
+        click.echo("\nRun:")
+        for line in commands:
+            click.echo(f"  {line}")
+    return _INTERRUPTED_CODE if search_end.is_interrupted else 0
+
+
+class _SearchEnd:
+    """Ends a search at Ctrl-C, or after its time.
+
+    Attributes:
+        is_interrupted: whether Ctrl-C was pressed.
+    """
+
+    def __init__(self, limit_s: float | None) -> None:
+        self._end_s = math.inf if limit_s is None else time.monotonic() + limit_s
+        self.is_interrupted = False
+
+    def interrupt(self) -> None:
+        """End the search."""
+        self.is_interrupted = True
+        click.echo("ending: computing the gain of the best setting so far", err=True)
+
+    def has_time(self) -> bool:
+        """Whether the search may continue."""
+        return not self.is_interrupted and time.monotonic() < self._end_s
+
+
+def _search(
+    setup: SimulationSetup,
+    load: Workload,
+    objectives: Objectives,
+    machine: MachineSpeed,
+    values: dict[str, Any],
+    search_end: _SearchEnd,
+) -> tuple[Advice, Advice | None, FleetAdvice | None]:
+    """Return the advice, the advice of int8 keys and values that is withheld, and the fleet.
+
+    A search that has ended early withholds nothing, and tries no fleets.
+    """
+    from twostroke.lab.simulator.advice import (
+        INT8,
+        OptionChoices,
+        advise,
+        advise_fleet,
+        changed_setup,
+    )
+
     size = values["page_cache_size"]
     page_cache_sizes = () if size is None else (size,)
     formats = (INT8,) if setup.question.kv_format != INT8 else ()
@@ -138,16 +202,23 @@ def command(model: str, trace: str, *, as_json: bool, **values: Any) -> None:
         choices=OptionChoices(kv_formats=allowed, page_cache_sizes=page_cache_sizes),
         machine=machine,
         watch=_progress,
+        has_time=search_end.has_time,
     )
     advised = changed_setup(setup, advice.changes)
     withheld = None
-    if formats and not allowed:
+    if formats and not allowed and search_end.has_time():
         choices = OptionChoices(fixed=("token_budget", "max_running"), kv_formats=formats)
         withheld = advise(
             advised, load, objectives, choices=choices, machine=machine, watch=_progress
         )
+
+    def watch_fleet(tried: dict[str, Any], estimate: Estimate) -> bool:
+        _progress(tried, estimate)
+        return search_end.has_time()
+
     fleet = None
-    if values["max_replicas"] > 1 and advice.advised.good_share < values["share"]:
+    needs_fleet = values["max_replicas"] > 1 and advice.advised.good_share < values["share"]
+    if needs_fleet and search_end.has_time():
         fleet = advise_fleet(
             replace(advised, link=values["link"]),
             load,
@@ -155,18 +226,9 @@ def command(model: str, trace: str, *, as_json: bool, **values: Any) -> None:
             max_replicas=values["max_replicas"],
             share=values["share"],
             machine=machine,
-            watch=_progress,
+            watch=watch_fleet,
         )
-    commands = [*_commands(model, advice, fleet)]
-    if as_json:
-        printed = {"advice": advice, "fleet": fleet, "withheld": withheld, "commands": commands}
-        click.echo(encode_json(printed).decode())
-        return
-    for line in _text(setup, load, advice, withheld, fleet):
-        click.echo(printable(line))
-    click.echo("\nRun:")
-    for line in commands:
-        click.echo(f"  {line}")
+    return advice, withheld, fleet
 
 
 def server_setup(model: str, values: dict[str, Any]) -> SimulationSetup:
@@ -250,6 +312,11 @@ def _text(
         rows.append((counted_noun(fleet.replicas, "server"), *_cells(fleet.estimate)))
     show_table(rows, range(1, 5))
     yield ""
+    if advice.is_partial:
+        yield (
+            f"This is a part of the advice: the search ended after "
+            f"{counted_noun(advice.num_tried, 'setting')}, so other settings may be better."
+        )
     yield _machine_text(advice.machine)
     if advice.changes:
         assert advice.gain is not None, "changes have a gain"
@@ -269,7 +336,9 @@ def _text(
             f"Not proposed: --kv-format int8 {_ANSWERS_CHANGE}. Expected with it: "
             f"{gain_text(withheld.gain)}. --allow-int8-kv allows it."
         )
-    if fleet is not None and not fleet.is_enough:
+    if fleet is not None and fleet.is_partial:
+        yield "The search for a fleet ended early, so a larger one may be needed."
+    elif fleet is not None and not fleet.is_enough:
         yield f"Even {counted_noun(fleet.replicas, 'server')} do not meet the objectives."
 
 

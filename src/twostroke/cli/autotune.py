@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec.structs import replace
 
 from twostroke.cli.live_tuning import MIN_GOOD_SHARE, TUNED_FLAGS, LiveTuner, estimate_text
-from twostroke.cli.options import is_given_by_user
+from twostroke.cli.options import check_effect, is_given_by_user
 from twostroke.cli.tuning_search import MAX_REQUESTS, TuningQuestion, simulation_setup
 from twostroke.core.errors import Field, TwostrokeError, UsageError
 from twostroke.core.message_text import counted_noun
@@ -42,10 +42,17 @@ class Autotune:
     """
 
     def __init__(
-        self, model: str, trace: Path, objectives: Objectives, *, is_live: bool = False
+        self,
+        model: str,
+        trace: Path,
+        objectives: Objectives,
+        *,
+        is_live: bool = False,
+        interval_s: float | None = None,
     ) -> None:
-        """Tune an engine of `model` by a recorded trace."""
+        """Tune an engine of `model` by a recorded trace; `interval_s` is for a live tuner."""
         self.is_live = is_live
+        self._interval_s = interval_s
         self._model = model
         self._trace = trace
         self._objectives = objectives
@@ -95,7 +102,7 @@ class Autotune:
             limits=limits,
             fixed=fixed_options(),
         )
-        return LiveTuner(engine, question)
+        return LiveTuner(engine, question, self._interval_s)
 
 
 def autotune_of(values: dict[str, Any], *, is_alone: bool) -> Autotune:
@@ -116,7 +123,9 @@ def autotune_of(values: dict[str, Any], *, is_alone: bool) -> Autotune:
     objectives = _objectives([parse_objective(text) for text in values["objectives"]])
     recorded: Path | None = values["record_trace"]
     is_live = recorded is not None and recorded.resolve() == trace.resolve()
-    return Autotune(values["model"], trace, objectives, is_live=is_live)
+    check_effect("autotune_interval", "record_trace", has_effect=is_live, value=str(trace))
+    interval_s = values["autotune_interval"]
+    return Autotune(values["model"], trace, objectives, is_live=is_live, interval_s=interval_s)
 
 
 def fixed_options() -> tuple[str, ...]:
@@ -147,12 +156,13 @@ def autotuned(
     from twostroke.cli.advise import gain_text
     from twostroke.lab.simulator import read_trace
     from twostroke.lab.simulator.advice import OptionChoices, advise, changed_setup
+    from twostroke.lab.simulator.recorded_traces import NEWEST_LINES
 
     if not trace.exists():
         _logger.info("Autotune: there is no trace %s yet; the options stay.", trace)
         return options
     try:
-        load = read_trace(str(trace)).last(MAX_REQUESTS)
+        load = read_trace(str(trace), newest_lines=NEWEST_LINES).last(MAX_REQUESTS)
         setup = simulation_setup(model, options)
         load = _newest_requests(setup, load, objectives)
         requests = counted_noun(len(load.arrivals), "request", form=",")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import subprocess
 import sys
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from twostroke.core.recorded_trace import ServerSettings
     from twostroke.engine.process.served import EngineFacts
     from twostroke.lab.simulator.advice import Estimate
+    from twostroke.lab.simulator.gain import Interval
 
 TUNED_FLAGS: Final = {"token_budget": "--token-budget", "max_running": "--max-running"}
 # Under an overload, a few more good requests would cost all others much longer times.
@@ -31,8 +31,8 @@ MIN_GOOD_SHARE: Final = 0.5
 INTERVAL_S: Final = 600.0
 _MIN_REST_RATIO: Final = 50.0  # the time between two searches over the time of a search
 _MAX_SEARCH_S: Final = 300.0
+_SEARCH_SHARE: Final = 0.6  # of this time, after which only the best setting so far is checked
 _NICENESS: Final = 19
-_INTERVAL_DEVIATIONS: Final = 1.96  # standard deviations of a 95% interval
 _logger = logging.getLogger("twostroke.serve")
 
 
@@ -51,20 +51,22 @@ class LiveTuner:
     """Looks for better limits of a running engine every ten minutes, and applies them.
 
     A search runs in a process of the lowest priority. The pause after a search is at least 50 times
-    as long as the search. Limits under which fewer requests meet the objectives than are estimated
-    without them are taken back, and not tried again.
+    as long as the search, unless the user has set the interval. Limits under which fewer requests
+    meet the objectives than are estimated without them are taken back, and not tried again.
     """
 
     def __init__(
         self,
         engine: TunableEngine,
         question: TuningQuestion,
-        interval_s: float = INTERVAL_S,
+        interval_s: float | None = None,
     ) -> None:
-        """Tune `engine`, as `question` describes it."""
+        """Tune `engine`, as `question` describes it; the user may have set `interval_s`."""
         self._engine = engine
-        self._question = question
-        self._interval_s = interval_s
+        self._question = replace(question, search_s=_SEARCH_SHARE * _MAX_SEARCH_S)
+        self._interval_s = INTERVAL_S if interval_s is None else interval_s
+        self._rest_ratio = _MIN_REST_RATIO if interval_s is None else 0.0
+        self._logged_notes: set[str] = set()
         self._rejected: set[ServerSettings] = set()
         self._stopped = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
@@ -79,7 +81,10 @@ class LiveTuner:
             self._apply(self._question.present)
         text = "Autotune: looking for better options every %.0f s, from the requests in %s."
         _logger.info(text, self._interval_s, self._question.trace)
-        self._thread = threading.Thread(target=self._run, name="twostroke-autotune", daemon=True)
+        size = _size(self._question.trace)
+        self._thread = threading.Thread(
+            target=self._run, args=(size,), name="twostroke-autotune", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
@@ -91,8 +96,8 @@ class LiveTuner:
         if self._thread is not None:
             self._thread.join()
 
-    def _run(self) -> None:
-        pause_s, size = self._interval_s, _size(self._question.trace)
+    def _run(self, size: int) -> None:
+        pause_s = self._interval_s
         while not self._stopped.wait(pause_s):
             new_size = _size(self._question.trace)
             if new_size == size:
@@ -103,7 +108,7 @@ class LiveTuner:
             if answer is not None:
                 self.take(answer)
             search_s = time.monotonic() - began_s
-            pause_s = max(self._interval_s, _MIN_REST_RATIO * search_s)
+            pause_s = max(self._interval_s, self._rest_ratio * search_s)
 
     def _search(self) -> TuningAnswer | None:
         """Run a search in a process of its own; return None if it fails, or is stopped."""
@@ -123,19 +128,16 @@ class LiveTuner:
                 output, errors = self._process.communicate(text, timeout=_MAX_SEARCH_S)
             except subprocess.TimeoutExpired:
                 self._process.kill()
-                self._process.communicate()
+                output, errors = self._process.communicate()
                 _logger.info("Autotune: the search was ended after %.0f s.", _MAX_SEARCH_S)
-                return None
         except OSError as error:
             _logger.warning("Autotune: no process for the search: %s.", error.strerror)
             return None
-        try:
-            return msgspec.json.decode(output, type=TuningAnswer)
-        except msgspec.DecodeError:
-            if not self._stopped.is_set():
-                lines = errors.decode(errors="replace").strip().splitlines() or ["no reason"]
-                _logger.warning("Autotune: the search failed: %s", lines[-1])
-            return None
+        answer = _last_answer(output)
+        if answer is None and self._process.returncode >= 0 and not self._stopped.is_set():
+            lines = errors.decode(errors="replace").strip().splitlines() or ["no reason"]
+            _logger.warning("Autotune: the search failed: %s", lines[-1])
+        return answer
 
     def take(self, answer: TuningAnswer) -> None:
         """Judge the present limits, and then apply the advice of a search, or keep the limits."""
@@ -144,47 +146,49 @@ class LiveTuner:
         self._last_error = answer.error
         if answer.error:
             return
-        if answer.usual_share is not None and answer.num_measured >= MIN_MEASURED:
-            is_worse = self._is_worse(answer, answer.usual_share)
-            requests = counted_noun(answer.num_measured, "completed request", form=",")
-            text = (
-                f"with {_flags(self._question.present)}, {answer.measured_share:.1%} of {requests} "
-                f"met the objectives; without, {answer.usual_share:.1%} are estimated."
-            )
-            if is_worse:
-                text += f" Back to {_flags(self._question.usual)}."
-            _logger.info("Autotune: %s", text)
+        for note in answer.notes:
+            if note not in self._logged_notes:
+                self._logged_notes.add(note)
+                _logger.info("Autotune: %s", note)
+        if answer.measured_gain is not None and answer.num_measured >= MIN_MEASURED:
+            is_worse = answer.measured_gain.high < 0
+            self._log_judgement(answer, answer.measured_gain, is_worse=is_worse)
             if is_worse:
                 self._rejected.add(self._question.present)
                 self._apply(self._question.usual)
                 return
         advised, default = answer.advised, answer.default
-        if not answer.changes or advised is None or default is None or answer.gain is None:
-            return
+        if default is None or advised is None:
+            return  # the search was ended before it had simulated anything
+        requests = counted_noun(answer.num_requests, "request", form=",")
         settings = replace(self._question.present, **answer.changes)
         if (
-            settings in {*self._rejected, self._question.present}
+            not answer.changes
+            or answer.gain is None
+            or settings in {*self._rejected, self._question.present}
             or advised.good_share < MIN_GOOD_SHARE
         ):
+            text = "Autotune: the limits stay, by the newest %s%s: %s are estimated."
+            _logger.info(text, requests, _part_text(answer), estimate_text(default))
             return
-        requests = counted_noun(answer.num_requests, "request", form=",")
-        gain, low, high = (100 * share for share in msgspec.structs.astuple(answer.gain.share))
         text = (
-            f"{_flags(settings)} from now on, from the newest {requests}. Expected: "
-            f"{estimate_text(advised)}. Without: {estimate_text(default)}. Gain in the share of "
-            f"requests that meet the objectives: {gain:+.1f} points ({low:+.1f} to {high:+.1f})."
+            f"{_flags(settings)} from now on, from the newest {requests}{_part_text(answer)}. "
+            f"Expected: {estimate_text(advised)}. Without: {estimate_text(default)}. Gain in the "
+            f"share of requests that meet the objectives: {_points(answer.gain.share)}."
         )
         _logger.info("Autotune: %s", text)
         self._apply(settings)
 
-    @staticmethod
-    def _is_worse(answer: TuningAnswer, usual_share: float) -> bool:
-        """Whether fewer requests met the objectives than without the changes, by the estimate."""
-        share = answer.measured_share
-        noise = _INTERVAL_DEVIATIONS * math.sqrt(
-            max(share * (1 - share), 0.01) / answer.num_measured
+    def _log_judgement(self, answer: TuningAnswer, gain: Interval, *, is_worse: bool) -> None:
+        requests = counted_noun(answer.num_measured, "completed request", form=",")
+        text = (
+            f"with {_flags(self._question.present)}, {answer.measured_share:.1%} of {requests} "
+            f"met the objectives; without, {answer.measured_share - gain.expected:.1%} are "
+            f"estimated: {_points(gain)}."
         )
-        return share + noise < usual_share
+        if is_worse:
+            text += f" Back to {_flags(self._question.usual)}."
+        _logger.info("Autotune: %s", text)
 
     def _apply(self, settings: ServerSettings) -> None:
         assert self._loop is not None, "the tuner was started"
@@ -201,6 +205,27 @@ def estimate_text(estimate: Estimate) -> str:
         if time_s is not None
     ]
     return ", ".join([f"{estimate.good_share:.1%} meet the objectives", *times])
+
+
+def _last_answer(output: bytes) -> TuningAnswer | None:
+    """Return the last whole answer of a search, which may have been killed."""
+    for line in reversed(output.splitlines()):
+        try:
+            return msgspec.json.decode(line, type=TuningAnswer)
+        except msgspec.DecodeError:
+            continue
+    return None
+
+
+def _part_text(answer: TuningAnswer) -> str:
+    if not answer.is_partial:
+        return ""
+    return f" (in part: the search ended after {counted_noun(answer.num_tried, 'setting')})"
+
+
+def _points(share: Interval) -> str:
+    expected, low, high = (100 * value for value in msgspec.structs.astuple(share))
+    return f"{expected:+.1f} points ({low:+.1f} to {high:+.1f})"
 
 
 def _flags(settings: ServerSettings) -> str:

@@ -25,6 +25,7 @@ from twostroke.cli.options import (
     PARALLEL_PARAMS,
     TEMPLATE_PARAMS,
     check_batching,
+    check_effect,
     click_params,
     engine_options,
     is_given_by_user,
@@ -89,6 +90,13 @@ _logger = logging.getLogger("twostroke.serve")
     "--record-trace records to FILE, go on while serving.",
 )
 @option(
+    "--autotune-interval",
+    type=click.FloatRange(min=1),
+    metavar="SECONDS",
+    help="Time between two searches while serving [default: 600, and at least 50 times as long as "
+    "a search takes].",
+)
+@option(
     "--in-process",
     is_flag=True,
     help="Run the engine in the server's own process: needs less memory, but a crash of the engine "
@@ -116,6 +124,7 @@ def command(**values: Any) -> int:
     if not is_alone:
         check_several(values, options)
     autotune = None
+    check_effect("autotune_interval", "autotune", has_effect=values["autotune"] is not None)
     if values["autotune"] is not None:
         from twostroke.cli.autotune import autotune_of  # slow, with the simulator
 

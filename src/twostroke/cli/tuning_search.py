@@ -1,11 +1,13 @@
 """The program that looks for better options of a running server, in a process of low priority.
 
-Its standard input is a `TuningQuestion` in JSON, and its standard output a `TuningAnswer`.
+Its standard input is a `TuningQuestion` in JSON. Each line of its standard output is a
+`TuningAnswer`; the last one counts, also if the program is killed for its time.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping  # noqa: TC003 - msgspec reads it
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,11 +22,14 @@ from twostroke.core.options import EngineOptions  # noqa: TC001 - msgspec reads 
 from twostroke.core.recorded_trace import ServerSettings  # noqa: TC001 - msgspec reads it
 from twostroke.lab.measure.requests import Objectives  # noqa: TC001 - msgspec reads it
 from twostroke.lab.simulator.advice import Estimate  # noqa: TC001 - msgspec reads it
-from twostroke.lab.simulator.gain import Gain  # noqa: TC001 - msgspec reads it
+from twostroke.lab.simulator.gain import Gain, Interval  # noqa: TC001 - msgspec reads them
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from twostroke.core.recorded_trace import TracedRequest
     from twostroke.lab.simulator import RequestArrival, SimulationSetup
+    from twostroke.lab.simulator.machine_speed import MachineSpeed
     from twostroke.lab.simulator.recorded_traces import RecordedTrace
 
 MAX_REQUESTS = 1000  # of the trace, the newest ones
@@ -45,6 +50,7 @@ class TuningQuestion(Frozen):
             are the settings of its start.
         limits: the largest values that the engine has room for.
         fixed: options that stay as they are.
+        search_s: after so many seconds, the search ends with the best setting so far.
     """
 
     model: str
@@ -56,6 +62,7 @@ class TuningQuestion(Frozen):
     limits: ServerSettings
     fixed: tuple[str, ...] = ()
     changed_s: float = 0.0
+    search_s: float = 1e9
 
 
 class TuningAnswer(Frozen):
@@ -65,38 +72,48 @@ class TuningAnswer(Frozen):
         num_requests: the requests of the trace that the advice is for.
         num_measured: completed requests that arrived under the present settings.
         measured_share: the share of these that met the objectives.
-        usual_share: the share of the same requests that meet them with the usual settings, as
-            estimated; None if these are the present settings, or for too few requests.
+        measured_gain: this share, less the share that is estimated for the same requests with the
+            usual settings; None if these are the present settings, or for too few requests.
         default, advised: the estimates with the present and with the advised settings.
         changes: the advised changes; empty if no setting is better beyond the noise.
         gain: the gain of the changes.
+        num_tried: the number of settings that were simulated.
+        is_partial: whether the search ended before it had tried all settings.
+        notes: sentences about the parts of the trace that were not used.
         error: the reason why there is no advice.
     """
 
     num_requests: int = 0
     num_measured: int = 0
     measured_share: float = 0.0
-    usual_share: float | None = None
+    measured_gain: Interval | None = None
     default: Estimate | None = None
     advised: Estimate | None = None
     changes: Mapping[str, Any] = {}
     gain: Gain | None = None
+    num_tried: int = 0
+    is_partial: bool = False
+    notes: tuple[str, ...] = ()
     error: str = ""
 
 
-def answer(question: TuningQuestion) -> TuningAnswer:
+def answer(
+    question: TuningQuestion, emit: Callable[[TuningAnswer], None] = lambda _: None
+) -> TuningAnswer:
     """Return the advice for a server by the newest requests of its trace.
+
+    `emit` gets the answer before the search, which only judges the present settings.
 
     Raises:
         TwostrokeError: the trace cannot be read, has too few requests, or has times that no
             simulation reaches.
     """
-    from twostroke.lab.simulator import read_trace
     from twostroke.lab.simulator.advice import OptionChoices, advise
     from twostroke.lab.simulator.machine_speed import recorded_speed
-    from twostroke.lab.simulator.recorded_traces import read_recorded_trace
 
-    load = read_trace(question.trace).last(MAX_REQUESTS)
+    end_s = time.monotonic() + question.search_s
+    recorded = _read_newest_requests(Path(question.trace))
+    load = recorded.workload(Path(question.trace).name).last(MAX_REQUESTS)
     setup = simulation_setup(
         question.model, _with_settings(question, question.present), remeasure=False
     )
@@ -106,23 +123,47 @@ def answer(question: TuningQuestion) -> TuningAnswer:
             "The recorded times are less than half or more than twice the simulated ones, so "
             "nothing is tuned: run `twostroke plan MODEL --calibrate`, with nothing beside it."
         )
-    served_requests = _ServedRequests(question, read_recorded_trace(Path(question.trace)))
-    usual_share = None
+    served_requests = _ServedRequests(question, recorded)
+    gain = None
     if question.usual != question.present and served_requests.num_completed >= MIN_MEASURED:
         usual_setup = replace(setup, batch=_with_settings(question, question.usual).batch)
-        usual_share = served_requests.estimated_share(usual_setup, machine.middle)
-    choices = OptionChoices(question.fixed, limits=msgspec.structs.asdict(question.limits))
-    advice = advise(setup, load, question.objectives, choices=choices, machine=machine)
-    return TuningAnswer(
+        gain = served_requests.gain_over(usual_setup, machine)
+    judgement = TuningAnswer(
         num_requests=len(load.arrivals),
         num_measured=served_requests.num_completed,
         measured_share=served_requests.measured_share,
-        usual_share=usual_share,
+        measured_gain=gain,
+        is_partial=True,
+        notes=load.notes,
+    )
+    emit(judgement)
+    advice = advise(
+        setup,
+        load,
+        question.objectives,
+        choices=OptionChoices(question.fixed, limits=msgspec.structs.asdict(question.limits)),
+        machine=machine,
+        has_time=lambda: time.monotonic() < end_s,
+    )
+    return replace(
+        judgement,
         default=advice.default,
         advised=advice.advised,
         changes=advice.changes,
         gain=advice.gain,
+        num_tried=advice.num_tried,
+        is_partial=advice.is_partial,
     )
+
+
+def _read_newest_requests(path: Path) -> RecordedTrace:
+    """Return the newest requests of a trace that may have any size."""
+    from twostroke.lab.simulator.recorded_traces import NEWEST_LINES, read_recorded_trace
+
+    try:
+        return read_recorded_trace(path, newest_lines=NEWEST_LINES)
+    except OSError as error:
+        raise UsageError(f"{path.name} cannot be read: {error.strerror}.") from None
 
 
 class _ServedRequests:
@@ -150,23 +191,27 @@ class _ServedRequests:
         pairs.sort(key=lambda pair: pair[0].arrival_s)
         self._arrivals = [arrival for _, arrival in pairs]
         self._are_completed = np.array([_is_completed(request) for request, _ in pairs], bool)
-        self._completed = [request for request, _ in pairs if _is_completed(request)]
-        self.num_completed = len(self._completed)
+        completed = [request for request, _ in pairs if _is_completed(request)]
+        self._are_good = np.array([_is_good(request, self._objectives) for request in completed])
+        self.num_completed = len(completed)
 
     @property
     def measured_share(self) -> float:
         """The share of the completed requests that met the objectives."""
-        num_good = sum(_is_good(request, self._objectives) for request in self._completed)
-        return num_good / max(1, self.num_completed)
+        return float(np.mean(self._are_good)) if self.num_completed else 0.0
 
-    def estimated_share(self, setup: SimulationSetup, slowness: float) -> float:
-        """Return the share of the same requests that meet the objectives in a simulation."""
+    def gain_over(self, setup: SimulationSetup, machine: MachineSpeed) -> Interval:
+        """Return this share, less the share of the same requests in simulations of a setup."""
         from twostroke.lab.simulator.advice import good_requests
+        from twostroke.lab.simulator.gain import measured_gain
         from twostroke.lab.simulator.load import sorted_workload
 
         load = sorted_workload("served", self._arrivals)
-        are_good = good_requests(setup, load, self._objectives, slowness)
-        return float(np.mean(are_good[self._are_completed]))
+        estimated = [
+            good_requests(setup, load, self._objectives, slowness)[self._are_completed]
+            for slowness in machine.slowness
+        ]
+        return measured_gain(estimated, self._are_good)
 
 
 def simulation_setup(
@@ -221,16 +266,20 @@ def main() -> None:
     """Answer the question in the standard input."""
     question = msgspec.json.decode(sys.stdin.buffer.read(), type=TuningQuestion)
     try:
-        result = answer(question)
+        _write(answer(question, emit=_write))
     except TwostrokeError as error:
-        result = TuningAnswer(error=str(error))
+        _write(TuningAnswer(error=str(error)))
+
+
+def _write(result: TuningAnswer) -> None:
     # An estimate without completed requests has an infinite tail, which JSON does not have.
-    result = replace(
+    finite = replace(
         result,
         default=_with_finite_tail(result.default),
         advised=_with_finite_tail(result.advised),
     )
-    sys.stdout.buffer.write(msgspec.json.encode(result))
+    sys.stdout.buffer.write(msgspec.json.encode(finite) + b"\n")
+    sys.stdout.buffer.flush()
 
 
 def _with_finite_tail(estimate: Estimate | None) -> Estimate | None:

@@ -11,16 +11,24 @@ from twostroke.core.errors import UsageError
 from twostroke.core.options import BatchOptions
 from twostroke.lab.measure.requests import Objectives
 from twostroke.lab.planner import Question, find_device, load_planned_model
-from twostroke.lab.simulator import RequestArrival, SimulationSetup, SyntheticWorkload, simulate
+from twostroke.lab.simulator import (
+    RequestArrival,
+    SimulationSetup,
+    SyntheticWorkload,
+    simulate,
+)
+from twostroke.lab.simulator import advice as advice_module
 from twostroke.lab.simulator.advice import (
+    Estimate,
     OptionChoices,
     advise,
     advise_fleet,
     changed_setup,
     estimate_load,
 )
-from twostroke.lab.simulator.gain import expected_gain, objective_ratios
+from twostroke.lab.simulator.gain import expected_gain, measured_gain, objective_ratios
 from twostroke.lab.simulator.load import sorted_workload
+from twostroke.lab.simulator.machine_speed import MachineSpeed
 
 # A step of 1,024 prompt tokens takes several times as long as a decode step of all streams.
 LOAD = SyntheticWorkload(12.0, count=120, prompt=1500, output=40, spread=1.0).load(0)
@@ -95,6 +103,33 @@ def test_a_fleet_is_as_small_as_the_objectives_allow(setup):
     assert not fewer.is_enough
 
 
+def test_a_fleet_that_only_the_slowest_machine_needs_is_found(setup, monkeypatch):
+    def estimate(servers, load, objectives, slowness):
+        is_enough = slowness < 1.25 or servers.replicas > 2
+        return Estimate(1.0 if is_enough else 0.5, 1.0, 0.4, 0.01, 0.8)  # equal at the median speed
+
+    monkeypatch.setattr(advice_module, "estimate_load", estimate)
+    fleet = advise_fleet(
+        setup, LOAD, Objectives(ttft_s=0.5), max_replicas=4, machine=MachineSpeed()
+    )
+    assert fleet.is_enough
+    assert fleet.replicas == 3
+
+
+def test_a_search_that_ends_early_is_marked(setup):
+    checks = iter([True, True, False])
+    part = advise(setup, LOAD, TIGHT, has_time=lambda: next(checks, False))
+    assert part.is_partial
+    assert part.num_tried == 3  # the defaults, too
+    assert (part.gain is not None) is bool(part.best)
+
+
+def test_a_search_for_a_fleet_that_ends_early_is_marked(setup):
+    busy, objectives = LOAD.changed(speed=4), Objectives(ttft_s=0.5)
+    fleet = advise_fleet(setup, busy, objectives, max_replicas=4, watch=lambda *_: False)
+    assert (fleet.replicas, fleet.is_partial, fleet.is_enough) == (1, True, False)
+
+
 def test_few_requests_and_missing_objectives_are_refused(setup):
     with pytest.raises(UsageError, match="advice needs at least 100"):
         advise(setup, LOAD.first(99), TIGHT)
@@ -132,7 +167,7 @@ def test_a_larger_page_cache_is_advised_if_prompts_repeat(setup):
 
 def test_objective_ratios_are_good_up_to_one(setup):
     simulation = simulate(setup, LOAD, TIGHT)
-    ratios = objective_ratios(simulation, TIGHT)
+    ratios = objective_ratios(simulation.logs, TIGHT)
     assert np.mean(ratios <= 1) == simulation.report.good_share
 
 
@@ -141,6 +176,23 @@ def test_equal_settings_have_no_gain_beyond_the_noise():
     gain = expected_gain(ratios, ratios)
     assert (gain.share.low, gain.share.high) == (0.0, 0.0)
     assert not gain.is_beyond_noise
+
+
+def test_bursts_that_are_bad_together_prove_less_than_as_many_independent_requests():
+    estimated = [np.arange(400) % 4 > 0]  # three quarters are good
+    in_bursts = (np.arange(400) // 40) % 5 < 3  # three fifths, but 40 at a time
+    independent = np.random.default_rng(0).permutation(in_bursts)
+    bursty, clear = measured_gain(estimated, in_bursts), measured_gain(estimated, independent)
+    assert bursty.expected == clear.expected == pytest.approx(-0.15)
+    assert bursty.high > 0
+    assert clear.high < 0
+
+
+def test_a_measured_gain_counts_with_all_speeds_of_the_machine():
+    measured = np.arange(200) % 2 == 0
+    gain = measured_gain([np.full(200, True), np.full(200, False)], measured)
+    assert gain.low < -0.4
+    assert gain.high > 0.4
 
 
 def test_without_good_requests_a_gain_has_no_ratio():

@@ -8,14 +8,23 @@ import re
 import urllib.request
 from hashlib import sha256
 from itertools import pairwise
+from pathlib import Path
 from urllib.error import URLError
 
 import pytest
 from msgspec.structs import replace
 
 from twostroke.core.errors import DownloadError, UsageError
-from twostroke.lab.simulator import PUBLISHED_TRACES, RequestArrival, SyntheticWorkload, read_trace
+from twostroke.core.recorded_trace import ServerSettings
+from twostroke.lab.simulator import (
+    PUBLISHED_TRACES,
+    RequestArrival,
+    SyntheticWorkload,
+    read_trace,
+    recorded_traces,
+)
 from twostroke.lab.simulator import traces as module
+from twostroke.lab.simulator.recorded_traces import read_recorded_trace
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:17:03.9799600,4808,10
@@ -241,6 +250,44 @@ def test_requests_of_another_version_are_left_out(tmp_path, header):
     load = read_trace(write(tmp_path, "recorded.jsonl", "\n".join(lines)))
     assert load.arrivals == (RequestArrival(0.0, 50, 5),)
     assert "another version" in load.notes[0]
+
+
+SETTINGS = '"settings": {"token_budget": 64, "max_running": 8}'
+
+
+@pytest.mark.parametrize("block_bytes", [16, 100, 1 << 20])
+def test_the_newest_lines_of_a_recorded_trace_are_read_as_in_the_whole_file(
+    tmp_path, monkeypatch, block_bytes
+):
+    monkeypatch.setattr(recorded_traces, "_BLOCK_BYTES", block_bytes)
+    first, second = HEADER, HEADER[:-1] + f', {SETTINGS}, "continues": true}}'
+    lines = [first, *(recorded_line(n, 40) for n in range(5)), second]
+    lines += [recorded_line(n, 100, [1, 16 * (n - 5)] if n > 6 else [2, 16]) for n in range(6, 12)]
+    path = Path(write(tmp_path, "recorded.jsonl", "\n".join(lines) + "\n"))
+    for count in range(1, 16):
+        part = read_recorded_trace(path, newest_lines=count)
+        whole = read_recorded_trace(path)
+        num_read = min(11, count if count < 7 else count - 1)  # the header is a line, too
+        assert part.requests[-1] == whole.requests[-1] or num_read == 1
+        assert len(part.requests) == num_read
+        assert part.settings == whole.settings == ServerSettings(64, 8)
+        assert part.num_with_settings == min(6, num_read)
+        assert bool(part.notes) is (count < 13)
+        if part.notes:
+            assert part.notes[0] == (f"recorded.jsonl: only its newest {count} lines are read.")
+
+
+def test_more_than_a_million_requests_are_refused_unless_the_newest_are_asked_for(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(recorded_traces, "MAX_REQUESTS", 20)
+    lines = [HEADER, *(recorded_line(n, 40) for n in range(50))]
+    path = write(tmp_path, "recorded.jsonl", "\n".join(lines))
+    with pytest.raises(UsageError, match="more than 20 requests"):
+        read_trace(path)
+    load = read_trace(path, newest_lines=10)
+    assert [arrival.at_s for arrival in load.arrivals] == list(range(10))
+    assert load.notes == ("recorded.jsonl: only its newest 10 lines are read.",)
 
 
 @pytest.mark.parametrize("name", ["monday", "trace.log", "trace.csv", "trace.json"])

@@ -105,6 +105,8 @@ class Advice(Frozen):
         best: the changes with the best low end of their gain; `changes`, if that is positive.
         gain: the gain of `best` over the defaults; None if no setting looks better.
         machine: the speeds of the machine that the gain counts with.
+        num_tried: the number of settings that were simulated, with the defaults.
+        is_partial: whether the search ended before it had tried all settings.
     """
 
     changes: dict[str, Any]
@@ -113,6 +115,8 @@ class Advice(Frozen):
     best: dict[str, Any]
     gain: Gain | None
     machine: MachineSpeed
+    num_tried: int = 0
+    is_partial: bool = False
 
 
 class FleetAdvice(Frozen):
@@ -124,6 +128,7 @@ class FleetAdvice(Frozen):
         routing: the policy of the router.
         estimate: the figures of the fleet.
         is_enough: whether enough requests meet the objectives.
+        is_partial: whether the search ended before a fleet was enough.
     """
 
     replicas: int
@@ -131,6 +136,16 @@ class FleetAdvice(Frozen):
     routing: str
     estimate: Estimate
     is_enough: bool
+    is_partial: bool = False
+
+    def is_better_than(self, other: FleetAdvice) -> bool:
+        """Whether this fleet alone is enough, or has the better estimate.
+
+        A fleet that is no better at the median speed may be the first that is enough at the lowest.
+        """
+        if self.is_enough is not other.is_enough:
+            return self.is_enough
+        return self.estimate.is_better_than(other.estimate)
 
 
 def advise(
@@ -171,11 +186,12 @@ def advise(
         )
     machine = machine or recorded_speed(setup, load)
     trials = _Trials(setup, load, objectives, machine, watch)
-    _search(setup, trials, (choices or OptionChoices()).values(), has_time)
+    is_partial = not _search(setup, trials, (choices or OptionChoices()).values(), has_time)
     best: dict[str, Any] = {}
     gain: Gain | None = None
     for number, changes in enumerate(trials.best_changes(_NUM_COMPARED)):
         if number and not has_time():
+            is_partial = True
             break
         other_gain = trials.gain(changes)
         if gain is None or other_gain.rank > gain.rank:
@@ -188,6 +204,8 @@ def advise(
         best=best,
         gain=gain,
         machine=machine,
+        num_tried=trials.count,
+        is_partial=is_partial,
     )
 
 
@@ -196,15 +214,18 @@ def _search(
     trials: _Trials,
     choices: dict[str, tuple[Any, ...]],
     has_time: Callable[[], bool],
-) -> None:
-    """Try settings by changing one option after the other from the best setting so far."""
+) -> bool:
+    """Try settings by changing one option after the other from the best setting so far.
+
+    Returns False if the time ended before all settings were tried.
+    """
     best: dict[str, Any] = {}
     for _ in range(_NUM_ROUNDS):
         before = best
         for name, values in choices.items():
             for value in values:
                 if not has_time():
-                    return
+                    return False
                 tried = _with_possible_running(setup, {**best, name: value}, choices)
                 changes = _normalized(setup, tried)
                 estimate = trials.estimate(changes)
@@ -212,6 +233,7 @@ def _search(
                     best = changes
         if best == before:
             break
+    return True
 
 
 def _with_possible_running(
@@ -248,6 +270,11 @@ class _Trials:
         self._estimates: dict[tuple[tuple[str, Any], ...], Estimate | None] = {}
         self._default_ratios: list[np.ndarray] = []
         self.of({})  # the caller gets its errors
+
+    @property
+    def count(self) -> int:
+        """The number of simulated settings."""
+        return len(self._changes)
 
     def of(self, changes: dict[str, Any]) -> Estimate:
         """Return the estimate of settings that are possible."""
@@ -293,7 +320,9 @@ class _Trials:
         all_ratios = []
         for slowness in self._machine.slowness:
             simulation = simulate(*slowed(changed, self._load, slowness))
-            all_ratios.append(objective_ratios(simulation, _scaled(self._objectives, slowness)))
+            all_ratios.append(
+                objective_ratios(simulation.logs, _scaled(self._objectives, slowness))
+            )
         return all_ratios
 
 
@@ -305,13 +334,15 @@ def advise_fleet(
     max_replicas: int,
     share: float = DEFAULT_GOOD_SHARE,
     machine: MachineSpeed | None = None,
-    watch: Callable[[dict[str, Any], Estimate], None] = lambda _changes, _estimate: None,
+    watch: Callable[[dict[str, Any], Estimate], bool] = lambda _fleet, _estimate: True,
 ) -> FleetAdvice:
     """Search for the smallest number of servers with which `share` of requests are good.
 
     Both routing policies that count work are tried, and disaggregation if the speed of the link
     between servers is known. `setup` has the settings of each server. `machine` has the speeds of
     each; the estimate is for the median, and a fleet is enough if it is also at the lowest one.
+    `watch` is called with each tried fleet and its estimate. If it returns False, the search ends
+    with the best fleet so far.
     """
     machine = machine or recorded_speed(setup, load)
     routings = ("prefix", "least-work") if setup.cache.prefix_cache else ("least-work",)
@@ -327,14 +358,16 @@ def advise_fleet(
                 }
                 servers = replace(setup, **fleet)
                 estimate = estimate_load(servers, load, objectives, machine.middle)
-                watch(fleet, estimate)
-                if best is not None and not estimate.is_better_than(best.estimate):
-                    continue
+                has_time = watch(fleet, estimate)
                 is_enough = estimate.good_share >= share
                 if is_enough:
                     slow = estimate_load(servers, load, objectives, machine.slowness[-1])
                     is_enough = slow.good_share >= share
-                best = FleetAdvice(replicas, prefill_replicas, routing, estimate, is_enough)
+                advice = FleetAdvice(replicas, prefill_replicas, routing, estimate, is_enough)
+                if best is None or advice.is_better_than(best):
+                    best = advice
+                if not has_time and not best.is_enough:
+                    return replace(best, is_partial=True)
         if best is not None and best.is_enough:
             break
     assert best is not None, "at least one replica was tried"
@@ -373,7 +406,7 @@ def good_requests(
     Steps take `slowness` times as long as `setup` predicts.
     """
     simulation = simulate(*slowed(setup, load, slowness))
-    return objective_ratios(simulation, _scaled(objectives, slowness)) <= 1
+    return objective_ratios(simulation.logs, _scaled(objectives, slowness)) <= 1
 
 
 def _scaled(objectives: Objectives, slowness: float) -> Objectives:

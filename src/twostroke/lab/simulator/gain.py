@@ -13,14 +13,15 @@ from twostroke.lab.measure.requests import COMPLETED
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from twostroke.lab.measure.requests import Objectives
-    from twostroke.lab.simulator.simulation import Simulation
+    from twostroke.lab.measure.requests import Objectives, RequestLog
 
 MIN_SHARE_GAIN: Final = 0.005  # of the share of good requests; less is noise
 MIN_TAIL_GAIN: Final = 0.03  # of the 99th percentiles, if the shares are equal
 _INTERVAL_LEVEL: Final = 0.95
 _NUM_RESAMPLES: Final = 400
 _NUM_RUNS: Final = 20  # requests that follow each other wait in the same queue, so runs are drawn
+# For measured requests, whose bursts may be longer: the widest of these intervals is taken.
+_MEASURED_NUM_RUNS: Final = (20, 10, 5)
 _SEED: Final = 0
 
 
@@ -66,14 +67,14 @@ class Gain(Frozen):
         return round(low / MIN_SHARE_GAIN), round(expected / MIN_SHARE_GAIN), -tail
 
 
-def objective_ratios(simulation: Simulation, objectives: Objectives) -> np.ndarray:
+def objective_ratios(logs: Sequence[RequestLog], objectives: Objectives) -> np.ndarray:
     """Return the largest ratio of each request's latencies to their objectives: (requests,).
 
     A request is good up to a ratio of 1. Requests that were not completed have infinity.
     """
     limits = {"ttft": objectives.ttft_s, "tpot": objectives.tpot_s}
-    ratios = np.full(len(simulation.logs), np.inf)
-    for index, log in enumerate(simulation.logs):
+    ratios = np.full(len(logs), np.inf)
+    for index, log in enumerate(logs):
         if log.outcome == COMPLETED:
             latencies = log.latencies
             ratios[index] = max(
@@ -92,14 +93,11 @@ def expected_gain(before: Sequence[np.ndarray], after: Sequence[np.ndarray]) -> 
     """
     rng = np.random.default_rng(_SEED)
     num_requests = len(before[0])
-    run_length = math.ceil(num_requests / _NUM_RUNS)
-    num_runs = math.ceil(num_requests / run_length)
     shares = np.empty((_NUM_RESAMPLES, 2))
     tails = np.empty((_NUM_RESAMPLES, 2))
     for number in range(_NUM_RESAMPLES):
         speed = number % len(before)
-        starts = rng.integers(0, num_requests, num_runs)
-        drawn_requests = (starts[:, None] + np.arange(run_length)).ravel() % num_requests
+        drawn_requests = _drawn_runs(rng, num_requests, _NUM_RUNS)
         for column, ratios in enumerate(
             (before[speed][drawn_requests], after[speed][drawn_requests])
         ):
@@ -111,6 +109,38 @@ def expected_gain(before: Sequence[np.ndarray], after: Sequence[np.ndarray]) -> 
     if np.isfinite(tails).all():
         tail = _interval(tails[:, 1] / np.maximum(tails[:, 0], 1e-12) - 1)
     return Gain(_interval(shares[:, 1] - shares[:, 0]), goodput, tail)
+
+
+def measured_gain(estimated: Sequence[np.ndarray], measured: np.ndarray) -> Interval:
+    """Return the share of measured requests that are good, less the share that is estimated.
+
+    Each array of `estimated` has, for a machine of another speed, whether each request is estimated
+    to be good; `measured` has whether it was: (requests,), in the order of arrival. All speeds are
+    equally likely. Requests of a burst are good or bad together, so runs of requests are drawn
+    again, of several lengths, and the widest interval counts. In simulated traffic whose bursts
+    have up to a tenth of the requests, 95% intervals then miss the truth at one end in 2% to 5% of
+    cases; intervals of independent requests miss it in 15% to 39%.
+    """
+    rng = np.random.default_rng(_SEED)
+    differences = [measured.astype(float) - are_good for are_good in estimated]
+    intervals = []
+    for num_runs in _MEASURED_NUM_RUNS:
+        resampled = np.empty(_NUM_RESAMPLES)
+        for number in range(_NUM_RESAMPLES):
+            drawn_requests = _drawn_runs(rng, len(measured), num_runs)
+            resampled[number] = differences[number % len(differences)][drawn_requests].mean()
+        intervals.append(_interval(resampled))
+    expected = float(np.mean([difference.mean() for difference in differences]))
+    low, high = min(one.low for one in intervals), max(one.high for one in intervals)
+    return Interval(expected, low, high)
+
+
+def _drawn_runs(rng: np.random.Generator, num_requests: int, num_runs: int) -> np.ndarray:
+    """Return the numbers of requests of random runs, which follow each other; the end wraps."""
+    run_length = math.ceil(num_requests / num_runs)
+    starts = rng.integers(0, num_requests, math.ceil(num_requests / run_length))
+    drawn: np.ndarray = (starts[:, None] + np.arange(run_length)).ravel() % num_requests
+    return drawn
 
 
 def _interval(resampled: np.ndarray) -> Interval:

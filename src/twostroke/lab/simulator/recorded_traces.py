@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final
 
 import msgspec
 from msgspec.structs import replace
@@ -20,9 +21,16 @@ from twostroke.core.recorded_trace import (
     ServerSettings,
     TracedRequest,
 )
-from twostroke.lab.simulator.load import MAX_REQUESTS, MAX_TOKENS, RequestArrival
+from twostroke.lab.simulator.load import (
+    MAX_REQUESTS,
+    MAX_TOKENS,
+    RequestArrival,
+    Workload,
+    sorted_workload,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
 _HEADER_KEY: Final = "recorded_trace"
@@ -32,6 +40,9 @@ _OWN_FIELDS: Final = frozenset(("shared", "outcome", "ttft_s", "e2e_s", "tenant"
 _MAX_TIME_S: Final = 1e12
 _MAX_STEP_BACK_S: Final = 60.0  # of the end of a line; after a longer step the clock differs
 _MAX_PAUSE_S: Final = 86_400.0  # without any request; a longer one is another clock
+NEWEST_LINES: Final = 20_000  # of a trace that is read while a server records it
+_BLOCK_BYTES: Final = 1 << 20  # of a file that is read from its end
+_MAX_LINE_BYTES: Final = 1 << 10  # on average, in a file that is read from its end
 
 
 class RecordedTrace(Frozen):
@@ -86,6 +97,11 @@ class RecordedTrace(Frozen):
             )
         return arrivals
 
+    def workload(self, name: str) -> Workload:
+        """Return the requests as a workload, in the order of arrival."""
+        load = sorted_workload(name, self.arrivals(), self.notes)
+        return replace(load, settings=self.settings)
+
 
 def is_recorded_trace(path: Path) -> bool:
     """Return whether a file's content is a recorded trace, even without its beginning."""
@@ -103,18 +119,27 @@ def is_recorded_trace(path: Path) -> bool:
     return False
 
 
-def read_recorded_trace(path: Path) -> RecordedTrace:
+def read_recorded_trace(path: Path, *, newest_lines: int | None = None) -> RecordedTrace:
     """Return the sound requests of a recorded trace.
 
     Lines that are not requests, and requests that another version recorded, are left out; the notes
     tell how many. Where the clock jumps, the times after it are moved.
 
+    With `newest_lines`, only so many lines at the end of the file are read, and the settings of the
+    server before them, so that a file of any size takes little memory.
+
     Raises:
-        UsageError: the file has no sound request, or more than a million.
+        UsageError: the file has no sound request, or more than a million without `newest_lines`.
     """
     reader = _LineReader()
     with open_regular_file(path) as file:
-        for number, line in enumerate(file, 1):
+        lines: Iterable[bytes] = file
+        if newest_lines is not None:
+            part = _read_newest_part(file, newest_lines)
+            if part is not None:
+                lines = part
+                reader = _LineReader(newest_lines)
+        for number, line in enumerate(lines, 1):
             if line.strip():
                 reader.add_line(number, line)
             if len(reader.requests) > MAX_REQUESTS:
@@ -130,6 +155,47 @@ def read_recorded_trace(path: Path) -> RecordedTrace:
         num_with_settings=len(reader.requests) - reader.first_with_settings,
         shift_s=reader.shift_s,
     )
+
+
+def _read_newest_part(file: IO[bytes], count: int) -> list[bytes] | None:
+    """Return the last header before the newest lines of a file, and these lines.
+
+    Returns None if the file has no more lines.
+    """
+    position = file.seek(0, os.SEEK_END)
+    lowest = max(0, position - count * _MAX_LINE_BYTES)
+    blocks: list[bytes] = []
+    num_lines = 0
+    while position > lowest and num_lines <= count:
+        size = min(_BLOCK_BYTES, position - lowest)
+        position -= size
+        file.seek(position)
+        blocks.append(file.read(size))
+        num_lines += blocks[-1].count(b"\n")
+    newest = b"".join(reversed(blocks)).splitlines(keepends=True)
+    if position == 0 and len(newest) <= count:
+        file.seek(0)
+        return None
+    part = newest[1:][-count:]  # the first line is cut
+    part_start = position + sum(map(len, newest)) - sum(map(len, part))
+    header = _last_header(file, part_start)
+    return part if header is None else [header, *part]
+
+
+def _last_header(file: IO[bytes], end: int) -> bytes | None:
+    """Return the last header before a position of a file, which is the start of a line."""
+    begin = f'{{"{_HEADER_KEY}":'.encode()
+    position = end
+    while position > 0:
+        size = min(_BLOCK_BYTES, position)
+        position -= size
+        file.seek(position)
+        # A header may begin in this block and end in the next.
+        found = file.read(min(size + _SNIFFED_BYTES, end - position)).rfind(begin)
+        if found >= 0:
+            file.seek(position + found)
+            return file.readline(_SNIFFED_BYTES)
+    return None
 
 
 class TenantReport(Frozen):
@@ -172,7 +238,9 @@ def report_prompts(trace: RecordedTrace) -> list[TenantReport]:
 class _LineReader:
     """Reads the lines of a recorded trace one after another."""
 
-    def __init__(self) -> None:
+    def __init__(self, newest_lines: int | None = None) -> None:
+        """Read all lines of a file, or only its `newest_lines` lines."""
+        self._newest_lines = newest_lines
         self.requests: list[TracedRequest] = []
         self.earlier: list[int | None] = []
         self.settings: ServerSettings | None = None
@@ -211,6 +279,8 @@ class _LineReader:
     def notes(self) -> list[str]:
         """Return sentences about the lines that were left out or changed."""
         notes = []
+        if self._newest_lines is not None:
+            notes.append(f"only its newest {self._newest_lines:,} lines are read.")
         if self._num_of_other_version or (self._is_other_version and not self.requests):
             lines = counted_noun(self._num_of_other_version, "request")
             notes.append(
@@ -220,7 +290,7 @@ class _LineReader:
         if self._num_damaged:
             lines = counted_noun(self._num_damaged, "line is", "lines are")
             notes.append(f"{lines} left out. {self._first_damage}")
-        if self._num_unknown:
+        if self._num_unknown and self._newest_lines is None:
             lines = counted_noun(self._num_unknown, "prompt begins", "prompts begin")
             notes.append(f"{lines} like a prompt that is not in the file; nothing is shared there.")
         if self._num_jumps:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
-from msgspec.structs import replace
 
 from twostroke.core import env
 from twostroke.core.errors import DownloadError, UsageError, nearest
@@ -76,13 +75,14 @@ PUBLISHED_TRACES: Final = {
 _SUFFIXES: Final = (".csv", ".jsonl", ".json")
 
 
-def read_trace(name: str) -> Workload:
+def read_trace(name: str, *, newest_lines: int | None = None) -> Workload:
     """Return the workload of a published trace of requests, or of a file.
 
     A CSV file names its columns in the first line, and each JSON line names its values: a time
     (`arrival_s` in seconds; `timestamp` as a date, or in milliseconds in JSON), the numbers of
     tokens of prompt and answer, and optionally `hash_ids` of the prompt's blocks. A `.json` file is
-    a recorded run. A trace that `--record-trace` has recorded may have any name.
+    a recorded run. A trace that `--record-trace` has recorded may have any name; with
+    `newest_lines`, only so many lines at its end are read, so that it may have any size.
 
     Raises:
         UsageError: there is no such trace, or a line is not a request; the message names the
@@ -99,7 +99,7 @@ def read_trace(name: str) -> Workload:
             value=name,
         )
     try:
-        load = _read_file(path)
+        load = _read_file(path, newest_lines)
     except OSError as error:
         raise UsageError(f"{path.name} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
@@ -107,13 +107,14 @@ def read_trace(name: str) -> Workload:
     return load.named(path.name if published is None else name)
 
 
-def _read_file(path: Path) -> Workload:
+def _read_file(path: Path, newest_lines: int | None = None) -> Workload:
+    is_recorded = is_recorded_trace(path)
+    if is_recorded and newest_lines is not None:
+        return read_recorded_trace(path, newest_lines=newest_lines).workload(path.name)
     if path.stat().st_size > _MAX_BYTES:
         raise UsageError(f"{path.name} is larger than 1 GiB: cut it.")
-    if is_recorded_trace(path):
-        recorded = read_recorded_trace(path)
-        load = sorted_workload(path.name, recorded.arrivals(), recorded.notes)
-        return replace(load, settings=recorded.settings)
+    if is_recorded:
+        return read_recorded_trace(path).workload(path.name)
     if path.suffix not in _SUFFIXES:
         raise UsageError(
             f"{path.name} is not a trace that --record-trace has recorded; other files must be "
