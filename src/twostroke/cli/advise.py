@@ -136,7 +136,9 @@ def command(model: str, trace: str, *, as_json: bool, **values: Any) -> int:
     search_end = _SearchEnd(values["time_limit_s"])
     with on_interrupt(search_end.interrupt):
         machine = _machine_speed(setup, trace_load, load)
-        advice, withheld, fleet = _search(setup, load, objectives, machine, values, search_end)
+        advice, withheld, fleet = _search(
+            setup, load, objectives, machine=machine, values=values, search_end=search_end
+        )
     commands = [*_commands(model, advice, fleet)]
     if as_json:
         printed = {"advice": advice, "fleet": fleet, "withheld": withheld, "commands": commands}
@@ -175,6 +177,7 @@ def _search(
     setup: SimulationSetup,
     load: Workload,
     objectives: Objectives,
+    *,
     machine: MachineSpeed,
     values: dict[str, Any],
     search_end: _SearchEnd,

@@ -50,7 +50,7 @@ class TuningQuestion(Frozen):
             are the settings of its start.
         limits: the largest values that the engine has room for.
         fixed: options that stay as they are.
-        search_s: after so many seconds, the search ends with the best setting so far.
+        search_s: the seconds after which the search ends with the best setting so far.
     """
 
     model: str

@@ -131,16 +131,19 @@ def measured_gain(estimated: Sequence[np.ndarray], measured: np.ndarray) -> Inte
             resampled[number] = differences[number % len(differences)][drawn_requests].mean()
         intervals.append(_interval(resampled))
     expected = float(np.mean([difference.mean() for difference in differences]))
-    low, high = min(one.low for one in intervals), max(one.high for one in intervals)
-    return Interval(expected, low, high)
+    return Interval(
+        expected,
+        low=min(interval.low for interval in intervals),
+        high=max(interval.high for interval in intervals),
+    )
 
 
 def _drawn_runs(rng: np.random.Generator, num_requests: int, num_runs: int) -> np.ndarray:
     """Return the numbers of requests of random runs, which follow each other; the end wraps."""
     run_length = math.ceil(num_requests / num_runs)
     starts = rng.integers(0, num_requests, math.ceil(num_requests / run_length))
-    drawn: np.ndarray = (starts[:, None] + np.arange(run_length)).ravel() % num_requests
-    return drawn
+    requests: np.ndarray = (starts[:, None] + np.arange(run_length)).ravel() % num_requests
+    return requests
 
 
 def _interval(resampled: np.ndarray) -> Interval:

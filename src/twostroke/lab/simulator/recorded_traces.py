@@ -125,8 +125,8 @@ def read_recorded_trace(path: Path, *, newest_lines: int | None = None) -> Recor
     Lines that are not requests, and requests that another version recorded, are left out; the notes
     tell how many. Where the clock jumps, the times after it are moved.
 
-    With `newest_lines`, only so many lines at the end of the file are read, and the settings of the
-    server before them, so that a file of any size takes little memory.
+    With `newest_lines`, only this number of lines at the file's end is read, and the settings of
+    the server before them, so that a file of any size takes little memory.
 
     Raises:
         UsageError: the file has no sound request, or more than a million without `newest_lines`.
@@ -191,9 +191,9 @@ def _last_header(file: IO[bytes], end: int) -> bytes | None:
         position -= size
         file.seek(position)
         # A header may begin in this block and end in the next.
-        found = file.read(min(size + _SNIFFED_BYTES, end - position)).rfind(begin)
-        if found >= 0:
-            file.seek(position + found)
+        offset = file.read(min(size + _SNIFFED_BYTES, end - position)).rfind(begin)
+        if offset >= 0:
+            file.seek(position + offset)
             return file.readline(_SNIFFED_BYTES)
     return None
 

@@ -82,7 +82,7 @@ def read_trace(name: str, *, newest_lines: int | None = None) -> Workload:
     (`arrival_s` in seconds; `timestamp` as a date, or in milliseconds in JSON), the numbers of
     tokens of prompt and answer, and optionally `hash_ids` of the prompt's blocks. A `.json` file is
     a recorded run. A trace that `--record-trace` has recorded may have any name; with
-    `newest_lines`, only so many lines at its end are read, so that it may have any size.
+    `newest_lines`, only this number of lines at its end is read, so that it may have any size.
 
     Raises:
         UsageError: there is no such trace, or a line is not a request; the message names the
