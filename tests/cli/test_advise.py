@@ -56,6 +56,7 @@ def test_the_end_of_the_time_gives_the_best_setting_so_far(cli, config, trace):
     ran = cli(*arguments, "--time-limit", "1e-6")
     assert ran.code == 0
     assert "This is a part of the advice: the search ended after 1 setting," in ran.out
+    assert "no better setting was found before the end" in ran.out
     assert ran.out.splitlines()[-1].strip().startswith("twostroke serve ")
 
 

@@ -54,6 +54,21 @@ def test_other_changes_are_refused(cli, config, change, reason):
     assert reason in ran.err
 
 
+def test_the_first_refusal_says_why_no_load_is_good(cli, config, tmp_path):
+    trace = tmp_path / "long.jsonl"
+    lengths = (100, 1 << 18)  # the second is longer than the context
+    trace.write_text(
+        "".join(
+            json.dumps({"arrival_s": n, "prompt_tokens": lengths[n % 2], "output_tokens": 5}) + "\n"
+            for n in range(20)
+        )
+    )
+    load = ("--trace", str(trace), "--ttft", "5000", "--what-if", "replicas=2")
+    ran = cli("simulate", config, "--on", "h100-sxm", *load)
+    assert "requests miss the objectives at every load (refusals)" in ran.out
+    assert "First refusal: request 2: " in ran.out
+
+
 def test_what_if_needs_objectives_and_no_sweep(cli, config):
     ran = cli("simulate", config, *LOAD[:-2], "--what-if", "usual")
     assert "--what-if needs an objective" in ran.err

@@ -331,6 +331,8 @@ def _text(
             "Keep the defaults: no other setting is better beyond the noise. Expected with the "
             f"best,{_options(advice.best)}: {gain_text(advice.gain)}."
         )
+    elif advice.is_partial:
+        yield "Keep the defaults: no better setting was found before the end."
     else:
         yield "Keep the defaults: no other setting is better."
     if withheld is not None and withheld.changes:

@@ -121,6 +121,8 @@ def show_limits(
         "objectives. Other columns: at today's load, times in ms."
     )
     click.echo(_sentence(limits[0][1]))
+    if refusal := limits[0][1].today.refusal:
+        click.echo(f"First refusal: {refusal}")
 
 
 def _usual(values: dict[str, Any]) -> list[str]:
