@@ -231,7 +231,8 @@ class _AdviceRun:
         ends_s = [log.timings.last_token_s for log in logs if log.outcome == COMPLETED]
         rate = float(len(ends_s) / max(ends_s))
         note(f"{rate:.2f} requests per second with {_CAPACITY_CLIENTS} clients")
-        return round(self._args.busy / 100 * rate, 2)
+        share: int = self._args.busy
+        return round(share / 100 * rate, 2)
 
     def _load(self, rate: float, requests: int | None = None) -> tuple[str, ...]:
         count = ("--requests", str(requests or self._args.requests))
