@@ -33,6 +33,18 @@ def test_silence_is_a_fault_after_five_seconds() -> None:
     assert "said nothing for 5." in str(faults[first])
 
 
+@pytest.mark.parametrize("message_s", [number / 16 for number in range(8)])
+def test_the_interval_between_two_checks_does_not_add_to_the_limit(message_s: float) -> None:
+    watch = ProgressWatchdog(0.1, 0.0)
+    watch.on_message(message_s)
+    now_s = message_s
+    for _ in range(100):
+        now_s += watch.next_check_s(now_s)
+        if watch.fault(now_s):
+            break
+    assert 5.0 < now_s - message_s < 5.02
+
+
 def test_a_step_grows_older_while_the_engine_is_silent() -> None:
     watch = ProgressWatchdog(0.1, 0.0)
     watch.on_message(1.0, StepProgress(7, 0.5))

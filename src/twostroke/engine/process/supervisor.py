@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 BACK_OFF_S: Final = (0.0, 0.5, 1.0, 2.0, 4.0)  # before a start, by the number of deaths in a row
 _MAX_DEATHS: Final = 20  # in a row, even if requests may have caused them
 _CHECK_INTERVAL_S: Final = 0.25
+_MIN_CHECK_INTERVAL_S: Final = 0.01
 _MAX_LOAD_SILENCE_S: Final = 300.0  # without a message while the process loads
 _STABLE_AFTER_S: Final = 60.0  # a process that ran this long has started well, even if idle
 
@@ -252,7 +253,9 @@ class Supervisor:
         """
         last_error = ""
         while not self._has_ended:
-            await asyncio.sleep(_CHECK_INTERVAL_S)
+            is_resting, now_s = self.is_resting, time.monotonic()
+            pause_s = _CHECK_INTERVAL_S if is_resting else self._watchdog.next_check_s(now_s)
+            await asyncio.sleep(pause_s)
             try:
                 self._observer.on_tick()
                 fault = None if self.is_resting else self._watchdog.fault(time.monotonic())
@@ -396,6 +399,14 @@ class ProgressWatchdog:
         if step_s > self.limit_s and not self.progress.is_recovering:
             return f"one of its steps has run for {step_s:.1f} s"
         return None
+
+    def next_check_s(self, now_s: float) -> float:
+        """Return the seconds until `fault` must be called again.
+
+        So the interval between two checks does not add to the limit of silence.
+        """
+        left_s = self.limit_s - self._silent_s(now_s)
+        return min(_CHECK_INTERVAL_S, max(left_s, 0.0) + _MIN_CHECK_INTERVAL_S)
 
     def _silent_s(self, now_s: float) -> float:
         return now_s - max(self._last_message_s, self._resumed_s)

@@ -18,6 +18,7 @@ from twostroke.core.message_text import masked_url
 from twostroke.fleet.cluster.router_link import read_listed_models
 from twostroke.fleet.router.replica_registry import ReplicaFacts, ReplicaState
 from twostroke.fleet.router.response import CutOffError, ReplicaError
+from twostroke.fleet.router.silence import SilenceTimer
 from twostroke.fleet.router.upstream import Address, is_host_name, request_head
 from twostroke.fleet.routing.prompt import JSON_ERRORS
 from twostroke.server.http.router_messages import ServerLoad
@@ -99,40 +100,48 @@ class HealthChecker:
         """
         fleet = self._fleet
         replica.pool.has_heard()
-        while True:
-            replica.check_now.clear()
-            await self._check(replica)
-            replica.was_checked.set()
-            if not replica.is_listed and not fleet.dispatcher.num_open(replica.index):
-                _logger.info("Replica %s has left.", replica.url)
-                fleet.remove(replica)
-                del self._check_tasks[replica.url]
-                return
-            interval_s = max(_MIN_INTERVAL_S, _INTERVAL_PER_REPLICA_S * len(fleet.replicas))
-            if replica.state is not ReplicaState.READY and fleet.starts.num_waiting:
-                interval_s = _START_INTERVAL_S
-            await wait_until_set(replica.check_now, interval_s)
+        silence = SilenceTimer(
+            replica.pool,
+            fleet.options.eject_s,
+            on_silence=lambda: self._note_silence(replica, silence),
+            on_ejection=lambda: self._eject(replica, silence),
+        )
+        try:
+            while True:
+                interval_s = max(_MIN_INTERVAL_S, _INTERVAL_PER_REPLICA_S * len(fleet.replicas))
+                replica.check_now.clear()
+                silence.start(interval_s)
+                await self._check(replica, silence)
+                replica.was_checked.set()
+                if not replica.is_listed and not fleet.dispatcher.num_open(replica.index):
+                    _logger.info("Replica %s has left.", replica.url)
+                    fleet.remove(replica)
+                    del self._check_tasks[replica.url]
+                    return
+                if replica.state is not ReplicaState.READY and fleet.starts.num_waiting:
+                    interval_s = _START_INTERVAL_S
+                await wait_until_set(replica.check_now, interval_s)
+        finally:
+            silence.stop()
 
-    async def _check(self, replica: Replica) -> None:
-        """Check a replica's health once, and set its state and facts."""
+    async def _check(self, replica: Replica, silence: SilenceTimer) -> None:
+        """Check a replica's health once, and set its state and facts.
+
+        `silence` runs until the replica answers a check.
+        """
         fleet, pool = self._fleet, replica.pool
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 state, reason, facts = await self._ask(replica)
         except TimeoutError:
-            silent_s = asyncio.get_running_loop().time() - pool.heard_s
-            if silent_s < _TIMEOUT_S:  # it sends other answers
-                return
-            reason = f"It has been silent for {silent_s:.0f} s."
-            fleet.set_state(replica, ReplicaState.DOWN, reason)
-            if silent_s >= fleet.options.eject_s - _MIN_INTERVAL_S:
-                pool.fail(ReplicaError(f"{replica.url} has been silent for {silent_s:.0f} s."))
+            if silence.is_silent:  # else it sends other answers
+                fleet.set_state(replica, ReplicaState.DOWN, _silence_reason(silence))
         except ReplicaError as error:
             fleet.set_state(replica, ReplicaState.DOWN, str(error))
-            silent_s = asyncio.get_running_loop().time() - pool.heard_s
-            if isinstance(error, CutOffError) and silent_s >= _CUT_OFF_S:
+            if isinstance(error, CutOffError) and silence.silent_s >= _CUT_OFF_S:
                 pool.fail(error)
         else:
+            silence.stop()
             if facts is not None:
                 if state is ReplicaState.READY:
                     disagreement = fleet.disagreement(replica, facts)
@@ -140,6 +149,17 @@ class HealthChecker:
                         state, reason = ReplicaState.REFUSED, disagreement
                 fleet.set_facts(replica, facts)
             fleet.set_state(replica, state, reason)
+
+    def _note_silence(self, replica: Replica, silence: SilenceTimer) -> None:
+        """Send no more requests to a silent replica."""
+        if replica.state is not ReplicaState.DOWN:
+            self._fleet.set_state(replica, ReplicaState.DOWN, _silence_reason(silence))
+
+    def _eject(self, replica: Replica, silence: SilenceTimer) -> None:
+        """Give up the running requests of a silent replica."""
+        replica.pool.fail(
+            ReplicaError(f"{replica.url} has been silent for {silence.silent_s:.0f} s.")
+        )
 
     async def _ask(self, replica: Replica) -> tuple[ReplicaState, str, ReplicaFacts | None]:
         """Ask a replica for its health over HTTP.
@@ -297,6 +317,10 @@ class HealthChecker:
             if is_listed is not replica.is_listed:
                 replica.is_listed = is_listed
                 replica.check_now.set()
+
+
+def _silence_reason(silence: SilenceTimer) -> str:
+    return f"It has been silent for {silence.silent_s:.0f} s."
 
 
 async def fetch(

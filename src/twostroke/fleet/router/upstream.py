@@ -8,7 +8,6 @@ import os
 import re
 import socket
 import ssl
-import time
 from typing import TYPE_CHECKING, Final, cast
 from urllib.parse import urlsplit
 
@@ -371,7 +370,7 @@ class ConnectionPool:
 
     def has_heard(self) -> None:
         """Set `heard_s` to the present time, since bytes have come from the replica."""
-        self.heard_s = time.monotonic()  # the event loop's clock
+        self.heard_s = asyncio.get_running_loop().time()
 
     def fail(self, error: Exception) -> None:
         """End all requests to the replica with `error`, and close all connections.
