@@ -106,9 +106,10 @@ def _read_shared_keys(url: str) -> list[Key]:
     """Return the API keys in the store, and warn if its restart would lose them."""
     from twostroke.core.urls import redis_address
     from twostroke.fleet.shared_records import stored
-    from twostroke.fleet.shared_records.store import keeps_nothing, open_store
+    from twostroke.fleet.shared_records.store import check_scripts, keeps_nothing, open_store
 
     with open_store(url) as store:
+        check_scripts(store)
         if keeps_nothing(store):
             print_to_stderr(_KEEPS_NOTHING.format(address=redis_address(url)))
         return [key for key, _ in stored.all_keys(store)]

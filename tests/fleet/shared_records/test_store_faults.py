@@ -25,6 +25,7 @@ from twostroke.fleet.shared_records.script import PREFIX
 from twostroke.fleet.shared_records.store import (
     StoreConnection,
     StoreError,
+    check_scripts,
     keeps_nothing,
     open_store,
 )
@@ -150,6 +151,133 @@ def test_keys_are_stored_again_although_another_router_started_with_the_empty_st
     assert post(router, key).status_code == 200
 
 
+def test_a_key_that_is_added_before_the_routers_notice_lost_data_removes_no_other_key(
+    redis_store: Store, replica: FakeReplica, stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, key = add_key(redis_store)
+    routers = [stack.enter_context(sharing_router(redis_store, replica.url)) for _ in range(2)]
+    assert [post(router, key).status_code for router in routers] == [200, 200]
+    with redis_store.client().pipeline() as quick:  # as `keys add` writes to an empty store
+        quick.flushall()
+        quick.set(PREFIX + "begun", "1", ex=60).set(PREFIX + "identity", "new")
+        quick.execute()
+    _, new_key = add_key(redis_store, "other", "ben")
+    client = redis_store.client()
+    wait_for(lambda: client.hlen(PREFIX + "keys") == 2)
+    wait_for(lambda: all(post(router, new_key).status_code == 200 for router in routers))
+    assert [post(router, key).status_code for router in routers] == [200, 200]
+    assert messages(caplog, "were removed: 1 API key was stored again")
+    assert not messages(caplog, "has other data")
+
+
+def test_a_key_marks_an_empty_store_and_no_other(redis_store: Store) -> None:
+    client = redis_store.client()
+    add_key(redis_store)
+    assert 0 < client.ttl(PREFIX + "begun") <= 60
+    client.delete(PREFIX + "begun")
+    add_key(redis_store, "other")
+    assert not client.exists(PREFIX + "begun")
+
+
+@pytest.mark.parametrize("damage", ["type", "field", "missing field", "nan", "inf", "empty text"])
+def test_damaged_limits_go_on_from_what_the_routers_know(
+    redis_store: Store,
+    replica: FakeReplica,
+    stack: ExitStack,
+    caplog: pytest.LogCaptureFixture,
+    damage: str,
+) -> None:
+    limits = KeyLimits(requests_per_minute=6, tokens_per_minute=1000)
+    stored_key, key = add_key(redis_store, limits=limits)
+    routers = [stack.enter_context(sharing_router(redis_store, replica.url)) for _ in range(2)]
+    for router in routers:
+        assert [post(router, key).status_code for _ in range(2)] == [200, 200]
+    client, entry = redis_store.client(), PREFIX + f"limits:{stored_key.id}"
+    if damage == "type":
+        client.delete(entry)
+        client.set(entry, "damaged")
+    elif damage == "missing field":
+        client.hdel(entry, "at")
+    else:
+        value = {"field": "damaged", "empty text": ""}.get(damage, damage)
+        client.hset(entry, "requests:level", value)
+    # The router that was used last knows best.
+    assert [post(routers[1], key).status_code for _ in range(3)] == [200, 200, 429]
+    assert post(routers[0], key).status_code == 429
+    assert client.hget(entry, "requests:size") == b"6"
+    wait_for(lambda: used(redis_store) == [(stored_key.id, 6, 6 * 9, 0, 6 * 4)])
+    assert len(messages(caplog, f"The limits of key {stored_key.id} in the store")) == 1
+    assert not messages(caplog, "is away")
+
+
+_ENTRIES = (
+    *("identity", "change", "keys", "routers", "last-used", "usage-days", "usage:DAY"),
+    *("cost-days", "reserved"),
+)
+
+
+@pytest.mark.parametrize("entry", _ENTRIES)
+def test_an_entry_of_another_type_is_named_and_costs_no_count(
+    redis_store: Store,
+    replica: FakeReplica,
+    stack: ExitStack,
+    caplog: pytest.LogCaptureFixture,
+    entry: str,
+) -> None:
+    stored_key, key = add_key(redis_store, limits=KeyLimits(parallel=10))
+    router = stack.enter_context(sharing_router(redis_store, replica.url, max_wait_s=0.5))
+    assert post(router, key).status_code == 200
+    wait_for(lambda: used(redis_store) == [(stored_key.id, 1, 9, 0, 4)])
+    client = redis_store.client()
+    day = client.smembers(PREFIX + "usage-days").pop().decode()
+    name, copy = PREFIX + entry.replace("DAY", day), PREFIX + "copy"
+    if client.exists(name):
+        client.rename(name, copy)
+    client.rpush(name, "damaged")
+    assert post(router, key).status_code == 200
+    wait_for(lambda: is_away(router))
+    assert post(router, key).status_code == 200
+    assert len(messages(caplog, f"its entry {name.removeprefix(PREFIX)} is damaged")) == 1
+    if client.exists(copy):
+        client.rename(copy, name)
+    else:
+        client.delete(name)
+    wait_for(lambda: not is_away(router))
+    wait_for(lambda: used(redis_store) == [(stored_key.id, 3, 27, 0, 12)])
+
+
+@pytest.mark.parametrize("command", ["evalsha", "type", "hset", "hincrby", "sadd", "hgetall"])
+def test_a_store_that_forbids_a_command_costs_no_count(
+    redis_store: Store,
+    replica: FakeReplica,
+    stack: ExitStack,
+    caplog: pytest.LogCaptureFixture,
+    command: str,
+) -> None:
+    stored_key, key = add_key(redis_store, limits=KeyLimits(requests_per_minute=4))
+    router = stack.enter_context(sharing_router(redis_store, replica.url, max_wait_s=0.5))
+    assert post(router, key).status_code == 200
+    wait_for(lambda: used(redis_store) == [(stored_key.id, 1, 9, 0, 4)])
+    redis_store.client().execute_command("ACL", "SETUSER", "default", f"-{command}")
+    assert post(router, key).status_code == 200
+    wait_for(lambda: is_away(router))
+    assert [post(router, key).status_code for _ in range(3)] == [200, 200, 429]
+    assert len(messages(caplog, "is away")) == 1
+    assert len(messages(caplog, "is away (its access rules forbid a command: ")) == 1
+    redis_store.client().execute_command("ACL", "SETUSER", "default", f"+{command}")
+    wait_for(lambda: not is_away(router))
+    wait_for(lambda: used(redis_store) == [(stored_key.id, 4, 36, 0, 16)])
+
+
+def test_a_router_does_not_start_with_a_store_that_forbids_scripts(redis_store: Store) -> None:
+    redis_store.client().execute_command("ACL", "SETUSER", "default", "-evalsha")
+    with (
+        pytest.raises(UsageError, match="access rules forbid a command"),
+        open_store(redis_store.url) as client,
+    ):
+        check_scripts(client)
+
+
 class HeldConnection(StoreConnection):
     """A connection that holds replies back.
 
@@ -243,7 +371,14 @@ def batch(number: int, **fields: Any) -> dict[str, Any]:
     return facts | fields
 
 
-SYNC = {"sync": True, "digests": "00000000", "identity": "a", "keys": {}}
+SYNC = {
+    "sync": True,
+    "digests": "00000000",
+    "identity": "a",
+    "known_identity": "",
+    "begun_s": 60,
+    "keys": {},
+}
 
 
 def test_usage_that_is_sent_again_counts_once_and_a_late_batch_does_nothing(

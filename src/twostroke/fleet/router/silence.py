@@ -101,7 +101,7 @@ class SilenceTimer:
         return self._asked_s is not None and self._loop.time() >= self._due_s(limit_s)
 
     def _due_s(self, limit_s: float) -> float:
-        """Return when the replica has been silent for `limit_s`, if it goes on being silent."""
+        """Return when the replica has been silent for `limit_s`, if no byte comes until then."""
         assert self._asked_s is not None
         unanswered_s = max(limit_s - self._interval_s, _MIN_UNANSWERED_S)
         return max(self._pool.heard_s + limit_s, self._asked_s + unanswered_s)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from twostroke.core.message_text import counted_noun
-from twostroke.fleet.shared_records.script import LEASE_MS
+from twostroke.fleet.shared_records.script import BEGUN_S, LEASE_MS
 from twostroke.fleet.shared_records.shared_costs import SharedCosts
 from twostroke.fleet.shared_records.store import StoreError
 from twostroke.fleet.shared_records.stored import decode_keys, encode_owner
@@ -326,6 +326,7 @@ class SharedRecords:
             async with asyncio.timeout(self._patience_s):
                 reply = await self._store.run(batch)
             if not reply[1]:
+                self._log_damage(reply[2])
                 self._awaiting_report = [*reported, *self._awaiting_report]
                 self._retry(operations)
                 return True
@@ -400,8 +401,20 @@ class SharedRecords:
             batch["sync"] = True
             batch["digests"] = self._digests
             batch["identity"] = self._identity or secrets.token_hex(8)
+            batch["known_identity"] = self._identity
+            batch["begun_s"] = BEGUN_S
             batch["keys"] = keys
         return batch
+
+    def _log_damage(self, key_ids: list[bytes]) -> None:
+        """Log that the store has removed damaged limits, which all routers now set again."""
+        for key_id in key_ids:
+            _logger.error(
+                "The limits of key %s in the store %s were damaged: they go on from what the "
+                "routers know.",
+                key_id.decode("ascii", "replace"),
+                self._store.address,
+            )
 
     def _retry(self, operations: list[LimitOperation]) -> None:
         """Send operations again with the router's counts, since the store has not run the batch."""

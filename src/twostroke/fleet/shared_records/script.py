@@ -5,6 +5,7 @@ Everything that routers share has keys that begin with `PREFIX`:
 | key | type | content |
 |---|---|---|
 | `identity` | text | a random word; if it is missing, or all keys are, the data were removed |
+| `begun` | text | is there for `BEGUN_S` after a command or router has written to an empty store |
 | `keys`, `last-used` | hash | an API key's record, and the minute of its last use, by its id |
 | `change` | text | another random word after each change of the API keys |
 | `usage:DAY`, `usage-days` | hash, set | counts of requests and tokens, and the days with any |
@@ -28,6 +29,13 @@ back the turns and tokens that its requests hold. The costs that it has reserved
 that day, since the vendor may charge for its requests. If the router comes back, it sets them anew;
 a router that stops has set them to 0.
 
+If a store has just begun, and a router knows another identity, the router concludes that the data
+were removed, and adds its keys, even if `twostroke keys add` was quicker than the router.
+
+A script that ends with an error keeps the writes that it has done. So the types of all entries are
+checked before the first write, with the right to use the commands that add counts. An entry of
+limits that is damaged is removed, with all leases: every router then sets its counts again.
+
 All times are times of the Redis server, so that the clocks of routers do not matter.
 """
 
@@ -37,6 +45,7 @@ from typing import Final
 
 PREFIX: Final = "twostroke:router:"
 LEASE_MS: Final = 3000
+BEGUN_S: Final = 60
 SCRIPT: Final = """
 local prefix = KEYS[1]
 local batch = cjson.decode(ARGV[1])
@@ -48,22 +57,97 @@ local written = prefix .. 'written:' .. batch.router
 local tolerance = 0.000001
 local week_s, day_s = 604800, 86400
 
+-- Damaged entries.
+local expected_types = {
+    [prefix .. 'identity'] = 'string', [prefix .. 'begun'] = 'string',
+    [prefix .. 'change'] = 'string', [prefix .. 'keys'] = 'hash', [prefix .. 'routers'] = 'hash',
+    [prefix .. 'reserved'] = 'hash', [prefix .. 'last-used'] = 'hash',
+    [prefix .. 'usage-days'] = 'set', [prefix .. 'cost-days'] = 'set',
+    [lease] = 'string', [written] = 'hash',
+}
+for _, row in ipairs(batch.usage and batch.usage.rows or {}) do
+    expected_types[prefix .. 'usage:' .. row[1]] = 'hash'
+end
+for _, row in ipairs(batch.usage and batch.usage.costs or {}) do
+    expected_types[prefix .. 'costs:' .. row[1]] = 'hash'
+    expected_types[prefix .. 'cost-sums:' .. row[1]] = 'hash'
+end
+if batch.spending then
+    expected_types[prefix .. 'cost-sums:' .. batch.spending.day] = 'hash'
+end
+for name, type in pairs(expected_types) do
+    local present = redis.call('TYPE', name).ok
+    if present ~= 'none' and present ~= type then
+        local entry = string.sub(name, #prefix + 1)
+        local reason = 'its entry %s is damaged: restore a backup, or delete the entry'
+        return redis.error_reply(string.format(reason, entry))
+    end
+end
+
+local function read(name)
+    local fields, state = redis.call('HGETALL', name), {}
+    for index = 1, #fields, 2 do
+        state[fields[index]] = tonumber(fields[index + 1]) or 0 / 0
+    end
+    return state
+end
+
+local function is_damaged(name)
+    local present = redis.call('TYPE', name).ok
+    if present == 'none' then
+        return false
+    end
+    if present ~= 'hash' then
+        return true
+    end
+    local state = read(name)
+    for _, value in pairs(state) do
+        if value ~= value or math.abs(value) > 1e18 then
+            return true
+        end
+    end
+    local has_requests = state['requests:level'] and state['requests:size']
+    local has_tokens = state['tokens:level'] and state['tokens:size']
+    return not (state.at and has_requests and has_tokens)
+end
+
+local damaged = {}
+for _, op in ipairs(batch.ops) do
+    local name = prefix .. 'limits:' .. op.key
+    if is_damaged(name) then
+        redis.call('DEL', name)
+        damaged[#damaged + 1] = op.key
+    end
+end
+if #damaged > 0 then
+    for _, router in ipairs(redis.call('HKEYS', prefix .. 'routers')) do
+        redis.call('DEL', prefix .. 'lease:' .. router)
+    end
+    return {now_text, 0, damaged}
+end
+
 local identity = redis.call('GET', prefix .. 'identity')
-local is_late = tonumber(redis.call('HGET', written, 'batch') or 0) >= batch.number
+local is_late = (tonumber(redis.call('HGET', written, 'batch') or 0) or 0) >= batch.number
 -- A key is never deleted. If all are missing, a router that started with an empty store may have
 -- been the first to write after the data were removed.
 local are_keys_missing = batch.num_keys > 0 and redis.call('EXISTS', prefix .. 'keys') == 0
 local needs_sync = not identity or are_keys_missing or redis.call('EXISTS', lease) == 0
 if is_late or (needs_sync and not batch.sync) then
-    return {now_text, 0}
+    return {now_text, 0, {}}
 end
 
 -- The first write: a server that is full, or a replica, refuses the whole batch here.
 redis.call('SET', lease, '1', 'PX', batch.lease_ms)
 redis.call('HSET', written, 'batch', string.format('%.0f', batch.number))
 redis.call('EXPIRE', written, week_s)
+redis.call('HINCRBY', written, 'usage', 0)
 local was_removed = 0
-if not identity or are_keys_missing then
+local has_begun = batch.sync and redis.call('EXISTS', prefix .. 'begun') == 1
+local is_new = has_begun and batch.known_identity ~= '' and batch.known_identity ~= identity
+if not identity or are_keys_missing or is_new then
+    if not identity and batch.known_identity == '' then
+        redis.call('SET', prefix .. 'begun', '1', 'EX', batch.begun_s)
+    end
     identity, was_removed = identity or batch.identity, 1
     redis.call('SET', prefix .. 'identity', identity)
     for id, record in pairs(batch.keys) do
@@ -90,9 +174,11 @@ end
 -- Usage.
 local usage = batch.usage
 if usage and tonumber(redis.call('HGET', written, 'usage') or 0) < usage.number then
-    redis.call('HSET', written, 'usage', string.format('%.0f', usage.number))
     for _, row in ipairs(usage.rows) do
         redis.call('SADD', prefix .. 'usage-days', row[1])
+    end
+    redis.call('HSET', written, 'usage', string.format('%.0f', usage.number))
+    for _, row in ipairs(usage.rows) do
         for _, count in ipairs(row[2]) do
             -- An error, such as of a damaged count, must not end a batch that has been begun.
             redis.pcall('HINCRBY', prefix .. 'usage:' .. row[1], count[1], count[2])
@@ -120,14 +206,6 @@ local function lives(router)
         is_alive[router] = redis.call('EXISTS', prefix .. 'lease:' .. router) == 1
     end
     return is_alive[router]
-end
-
-local function read(name)
-    local fields, state = redis.call('HGETALL', name), {}
-    for index = 1, #fields, 2 do
-        state[fields[index]] = tonumber(fields[index + 1])
-    end
-    return state
 end
 
 local function write(name, state)

@@ -6,6 +6,7 @@ This is the only module of the fleet that imports redis, of the extra `store`.
 from __future__ import annotations
 
 import json
+import re
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 _TIMEOUT_S: Final = 2.0  # of commands and of a router's start
 _MIN_VERSION: Final = (5, 0)  # scripts that read the clock may write since then
+_PLACE_IN_SCRIPT: Final = re.compile(r"\s*script: \w+, on @user_script:\d+\.?$")
+_FORBIDDEN: Final = re.compile(r"no permissions|can't run this command|ACL failure", re.IGNORECASE)
 _BAD_URL: Final = "must be a URL such as rediss://HOST:6379/0."
 
 
@@ -132,6 +135,11 @@ def open_store(url: str) -> Iterator[Any]:
             client.close()
 
 
+def check_scripts(client: Any) -> None:
+    """Check inside `open_store` that a router may run its script; its error becomes a sentence."""
+    client.register_script("return 1")()
+
+
 def keeps_nothing(client: Any) -> bool:
     """Return whether the server writes nothing to its disk, so that its restart loses all."""
     facts = client.info()
@@ -172,4 +180,7 @@ def _check_server(facts: dict[str, Any], address: str) -> None:
 
 def _reason(error: BaseException) -> str:
     """Return an error of Redis as a part of a sentence."""
-    return str(error).strip().removesuffix(".") or type(error).__name__
+    text = _PLACE_IN_SCRIPT.sub("", str(error)).strip().removesuffix(".")
+    if _FORBIDDEN.search(text):
+        return f"its access rules forbid a command: {text}"
+    return text or type(error).__name__

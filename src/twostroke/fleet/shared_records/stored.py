@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from twostroke.core.errors import UsageError
-from twostroke.fleet.shared_records.script import PREFIX
+from twostroke.fleet.shared_records.script import BEGUN_S, PREFIX
 from twostroke.server.auth.stored_keys import changed_key, make_key, unknown_key
 from twostroke.server.auth.usage import Amount, Owner
 from twostroke.server.http.api_key import Key
@@ -159,11 +159,16 @@ def _write(store: Any, make: Callable[[list[Key]], tuple[Key, str]]) -> tuple[Ke
 
     def write(pipe: Any) -> tuple[Key, str]:
         key, text = make(decode_keys(pipe.hgetall(_KEYS)))
+        is_empty = not pipe.exists(PREFIX + "identity")
         pipe.multi()
+        if is_empty:  # perhaps its data were removed, and routers add their keys
+            pipe.set(PREFIX + "begun", "1", ex=BEGUN_S)
         pipe.set(PREFIX + "identity", secrets.token_hex(8), nx=True)
         pipe.hset(_KEYS, key.id, msgspec.json.encode(key))
         pipe.set(PREFIX + "change", secrets.token_hex(8))
         return key, text
 
-    key_and_text: tuple[Key, str] = store.transaction(write, _KEYS, value_from_callable=True)
+    key_and_text: tuple[Key, str] = store.transaction(
+        write, _KEYS, PREFIX + "identity", value_from_callable=True
+    )
     return key_and_text
