@@ -182,6 +182,63 @@ def test_a_model_that_fails_again_and_again_is_told_to_waiting_requests(fleet: F
     assert answer.result(10).status_code == 200
 
 
+@pytest.mark.parametrize("others", [(), ("other",)])
+@pytest.mark.parametrize("fleet", [{"listed": True, "startable_models": ()}], indirect=True)
+def test_requests_for_a_model_that_is_removed_are_refused_at_once(
+    fleet: Fleet, others: tuple[str, ...]
+) -> None:
+    rest = [ListedModel(name=name) for name in others]
+    fleet.say(ListedModel(name="tiny"), *rest)
+    wait_for(lambda: "tiny" in fleet.live.router.fleet.starts.models, 5)
+    answers = {path: fleet.send(path=path) for path in _REQUESTS}
+    wait_for(lambda: fleet.num_waiting() == len(_REQUESTS), 5)
+    kept = [fleet.send(name) for name in others]
+    fleet.say(*rest)
+    for path, answer in answers.items():
+        refused = answer.result(10)
+        assert refused.status_code == 404, path
+        error = refused.json()["error"]
+        if path == "/api/chat":
+            assert "model 'tiny' not found" in error
+            continue
+        assert "The model 'tiny' does not exist." in error["message"]
+        if path == "/v1/messages":
+            assert (refused.json()["type"], error["type"]) == ("error", "not_found_error")
+        elif path.startswith("/v1/"):
+            assert error["code"] == "model_not_found"
+    if others:
+        fleet.start(*others)
+    assert [answer.result(10).status_code for answer in kept] == [200] * len(others)
+
+
+@pytest.mark.parametrize("fleet", [{"listed": True, "startable_models": ()}], indirect=True)
+def test_requests_go_to_a_model_for_any_name_if_their_own_is_removed(fleet: Fleet) -> None:
+    other = ListedModel(name="other", takes_any_name=True)
+    fleet.say(ListedModel(name="tiny"), other)
+    wait_for(lambda: "tiny" in fleet.live.router.fleet.starts.models, 5)
+    answer = fleet.send()
+    wait_for(lambda: fleet.num_waiting() == 1, 5)
+    fleet.say(other)
+    wait_for(lambda: fleet.num_waiting("other") == 1, 5)
+    replica = fleet.start("other")
+    replica.load = {"takes_any_name": True}
+    assert answer.result(10).status_code == 200
+
+
+@pytest.mark.parametrize("fleet", [{"listed": True, "startable_models": ()}], indirect=True)
+def test_requests_go_on_waiting_for_a_model_that_is_listed_again(fleet: Fleet) -> None:
+    fleet.say(ListedModel(name="tiny"))
+    wait_for(lambda: "tiny" in fleet.live.router.fleet.starts.models, 5)
+    answer, starts = fleet.send(), fleet.live.router.fleet.starts
+    wait_for(lambda: fleet.num_waiting() == 1, 5)
+    loop, listed = fleet.live.loop, [ListedModel(name="tiny")]
+    assert loop is not None
+    loop.call_soon_threadsafe(lambda: (starts.follow([]), starts.follow(listed)))
+    wait_for(lambda: fleet.num_waiting() == 1, 5)  # at the model's new entry
+    fleet.start("tiny")
+    assert answer.result(10).status_code == 200
+
+
 def test_a_client_that_leaves_frees_its_place(fleet: Fleet) -> None:
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(

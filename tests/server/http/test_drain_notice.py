@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
@@ -130,6 +131,61 @@ def test_a_source_that_cannot_be_read_is_logged_once(caplog: pytest.LogCaptureFi
     assert not notice.is_given()
     assert len(caplog.messages) == 2
     assert caplog.messages[0].endswith("the response has status 500.")
+
+
+_PARTS = {
+    "nothing": b"",
+    "handshake": b"\x16\x03\x03\x0f\x00" + b"x" * 3840,  # of TLS
+    "status line": b"HTTP/1.1 200 " + b"x" * 4000,
+    "headers": b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 1000,
+    "body": b"HTTP/1.1 200 OK\r\ncontent-length: 4000\r\n\r\n" + b"x" * 4000,
+    "body until the end": b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 4000,
+    "chunks": b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 1000,
+}
+
+
+@contextmanager
+def dripping(data: bytes) -> Iterator[int]:
+    """Yield the port of a server that sends each client one byte of `data` after another."""
+    is_over = threading.Event()
+
+    def drip(listener: socket.socket) -> None:
+        while not is_over.is_set():
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection, suppress(OSError):
+                for number in range(len(data) or 4000):
+                    if is_over.wait(0.05):
+                        return
+                    connection.sendall(data[number : number + 1])
+
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        thread = threading.Thread(target=drip, args=(listener,), daemon=True)
+        thread.start()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            is_over.set()
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join(10)
+
+
+@pytest.mark.parametrize("part", _PARTS)
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_a_source_that_drips_is_no_notice_and_does_not_hold_the_check(
+    scheme: str, part: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    given: list[bool] = []
+    with dripping(_PARTS[part]) as port:
+        notice = DrainNotice(f"{scheme}://127.0.0.1:{port}/end")
+        check = threading.Thread(target=lambda: given.append(notice.is_given()), daemon=True)
+        check.start()
+        check.join(20)  # to read all takes 200 s
+        assert not check.is_alive()
+    assert given == [False]
+    assert "cannot be read (--drain-notice" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,6 @@ from twostroke.server.http.errors import ClientGoneError
 if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
-    from twostroke.fleet.router.model_starts import StartableModel
     from twostroke.fleet.router.proxied_request import ProxiedRequest
     from twostroke.fleet.router.replica_registry import Replica, ReplicaRegistry
     from twostroke.fleet.routing.dispatch import RoutedRequest
@@ -171,12 +170,11 @@ class Attempts:
             EngineKillerError: the request's content kills engines.
             NoReplicaError: the request must be isolated, and no replica became free in time.
             ReplicaError: the only replica that can answer is down.
+            ModelNotFoundError: the model was removed while the request waited for its replica.
             ModelStartingError: the first replica of the model does not start in time.
             ModelNotStartedError: the model's replicas fail while they start.
             ClientGoneError: the client left while the request waited.
         """
-        method, path = request.scope["method"], request.scope["path"]
-        startable = self.fleet.starts.model_for(method, path, request.model)
         while True:
             excluded = failed | self._unfit(request)
             if self.killers.is_suspected(request.content):
@@ -185,21 +183,21 @@ class Attempts:
                 attempt = await self._begin_shared(request, excluded)
             if attempt is not None or not may_wait:
                 return attempt
-            if not await self._wait_for_replica(request, startable):
+            if not await self._wait_for_replica(request):
                 return None
             failed.clear()
             if self.killers.must_isolate(request.content):
                 await asyncio.sleep(0)  # requests that share the replica go first
 
-    async def _wait_for_replica(
-        self, request: ProxiedRequest, startable: StartableModel | None
-    ) -> bool:
+    async def _wait_for_replica(self, request: ProxiedRequest) -> bool:
         """Wait until a replica becomes ready; return False if the request has waited long enough.
 
-        `startable` is the request's model if it may have no replica; `wait_for_start` says how long
-        such a request waits, and which errors end the wait.
+        `wait_for_start` says how long a request waits whose model may have no replica, and which
+        errors end the wait.
         """
         fleet = self.fleet
+        method, path = request.scope["method"], request.scope["path"]
+        startable = fleet.starts.model_for(method, path, request.model)
         if startable is not None:
             return await wait_for_start(
                 fleet, request, startable, lambda: bool(self._candidates(request, set()))

@@ -65,6 +65,7 @@ class StartableModel:
     Attributes:
         name: the model's name for clients.
         takes_any_name: whether requests with an unknown name are for this model.
+        is_removed: whether the manager of the fleet lists the model no more.
         failure: why its replicas do not start; empty if they do.
         start_s: how long the last start took, from the first waiting request to the first ready
             replica; None before a start was measured.
@@ -75,7 +76,7 @@ class StartableModel:
     def __init__(self, name: str) -> None:
         """Create a model that was not used yet."""
         self.name = name
-        self.takes_any_name = False
+        self.takes_any_name = self.is_removed = False
         self.failure = ""
         self.start_s: float | None = None
         self.waiting: list[WaitingRequest] = []
@@ -198,7 +199,7 @@ class ModelStarts:
                 _logger.warning("The model %s does not start: %s", listed.name, listed.failure)
             model.failure = listed.failure
         for name in set(self.models) - names:
-            del self.models[name]  # requests that wait for it still hold it
+            self.models.pop(name).is_removed = True  # requests that wait for it are refused
 
     def find(self, name: str) -> StartableModel | None:
         """Return the model that a client's name means; None if it is not one of these models.

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from twostroke.core.errors import ModelNotFoundError
     from twostroke.fleet.cluster.router_link import ListedModel
     from twostroke.fleet.router.options import RouteOptions
     from twostroke.fleet.router.upstream import UpstreamConnection
@@ -351,6 +352,20 @@ class ReplicaRegistry:
         self.starts.follow(models)
         self._masks.clear()
 
+    def check_is_startable(self, model: str) -> None:
+        """Check that a model may have no replica, also after the list of these models has changed.
+
+        Raises:
+            ModelNotFoundError: requests for the model must not wait for a replica.
+        """
+        if self.starts.find_any(model) is None:
+            raise self._unknown_model(model)
+
+    def _unknown_model(self, model: str) -> ModelNotFoundError:
+        replicas = self.replicas.values()
+        names = {name for replica in replicas for name in replica.facts.models}
+        return unknown_model(model, sorted(names | set(self.starts.models)))
+
     def listed_name(self, model: str) -> str:
         """Return the name by which a replica lists a model, for any spelling of the name.
 
@@ -403,8 +418,7 @@ class ReplicaRegistry:
                 ]
                 is_startable = not having and self.starts.find_any(model) is not None
                 if not having and not is_startable:
-                    names = {name for facts in facts_by_index.values() for name in facts.models}
-                    raise unknown_model(model, sorted(names | set(self.starts.models)))
+                    raise self._unknown_model(model)
             mask = np.zeros(len(self._by_index), np.bool_)
             mask[having] = True
             is_split = 0 < len(having) < len(self.replicas) or (is_startable and not having)

@@ -36,9 +36,10 @@ async def wait_for_start(
         is_up: says whether a replica of the model is ready.
 
     Returns:
-        Whether a replica may be tried (again).
+        Whether a replica may be tried (again), or the request now means another model.
 
     Raises:
+        ModelNotFoundError: the model was removed from the models that may have no replica.
         ModelStartingError: the request may not wait (any longer).
         ModelNotStartedError: the model's replicas fail again and again.
         ClientGoneError: the client has left.
@@ -63,6 +64,9 @@ async def wait_for_start(
     with fleet.starts.hold_place(waiting, model):
         while not is_up():
             _check_may_wait(fleet, request)
+            if model.is_removed:
+                fleet.check_is_startable(request.model or model.name)
+                return True
             if waiting.is_displaced:
                 raise fleet.starts.full_error(model)
             if clock() >= request.start_give_up_s:

@@ -10,7 +10,11 @@ import asyncio
 import http.client
 import json
 import logging
+import socket
+import ssl
+import threading
 from collections.abc import Callable  # noqa: TC003 - msgspec reads it
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -21,7 +25,7 @@ from twostroke.core.frozen import Frozen
 from twostroke.core.urls import server_url
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 _INTERVAL_S: Final = 2.0
 _TIMEOUT_S: Final = 1.0
@@ -160,18 +164,58 @@ def _url_has_notice(url: str) -> bool:
 
 
 def _fetch(url: str, headers: Mapping[str, str], method: str = "GET") -> tuple[int, bytes]:
-    """Return the status and the body of a response, without proxies and redirects."""
+    """Return the status and the body of a response, without proxies and redirects.
+
+    Raises:
+        TimeoutError: the whole response has not come in time.
+    """
     parts = urlsplit(url)
     is_encrypted = parts.scheme == "https"
-    kind = http.client.HTTPSConnection if is_encrypted else http.client.HTTPConnection
-    connection = kind(parts.hostname or "", parts.port, timeout=_TIMEOUT_S)
-    try:
-        target = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
+    port = parts.port or (443 if is_encrypted else 80)
+    host = parts.hostname or ""
+    target = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
+    sock = socket.create_connection((host, port), timeout=_TIMEOUT_S)
+    connection = http.client.HTTPConnection(host, port)
+    with closing(connection), _shut_down_late(sock):
+        connection.sock = sock
+        if is_encrypted:
+            connection.sock = ssl.create_default_context().wrap_socket(sock, server_hostname=host)
         connection.request(method, target, headers=dict(headers))
         response = connection.getresponse()
         return response.status, response.read(_MAX_BODY_BYTES)
+
+
+@contextmanager
+def _shut_down_late(sock: socket.socket) -> Iterator[None]:
+    """Shut a socket down if the block takes longer than `_TIMEOUT_S`.
+
+    The socket's own timeout is for each part of a response, which may have any number of parts.
+
+    Raises:
+        TimeoutError: the block took longer, however it ended.
+    """
+    is_late = threading.Event()
+    own_sock = sock.dup()  # TLS replaces the original
+
+    def shut_down() -> None:
+        is_late.set()
+        with suppress(OSError):
+            own_sock.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(_TIMEOUT_S, shut_down)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except (OSError, http.client.HTTPException):
+        if not is_late.is_set():
+            raise
     finally:
-        connection.close()
+        timer.cancel()
+        timer.join()
+        own_sock.close()
+    if is_late.is_set():
+        raise TimeoutError(f"the response takes longer than {_TIMEOUT_S:g} s")
 
 
 def _json_object(status: int, body: bytes) -> dict[str, Any]:

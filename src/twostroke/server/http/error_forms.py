@@ -167,7 +167,8 @@ def _ollama_body(error: TwostrokeError, _request_id: str, naming: Naming) -> byt
     if isinstance(error, ModelNotFoundError) and "name" in error.facts:
         # Clients search the message for these words.
         reason = "model '{name}' not found: this server has {served} (others: `twostroke pull`)"
-        message = one_line(reason.format(**error.facts))
+        facts = error.facts | {"served": error.facts["served"] or "no model"}
+        message = one_line(reason.format(**facts))
     return encode_json(OllamaErrorBody(message))
 
 

@@ -29,8 +29,9 @@ def unknown_model(name: str, served_names: Sequence[str]) -> ModelNotFoundError:
     The message lists `served_names`.
     """
     shown_name = name[:_MAX_SHOWN_LENGTH]
+    served_text = "Served: {served}." if served_names else "No model is served."
     return ModelNotFoundError(
-        "The model '{name}' does not exist.{hint} Served: {served}.",
+        "The model '{name}' does not exist.{hint} " + served_text,
         field="model",
         name=shown_name,
         hint=nearest(shown_name, served_names),
