@@ -374,6 +374,17 @@ SOLAR: Final = (
     "<|tool_call:end|>{% endfor %}<|calls|>{% else %}<|content|>{{ m.content }}<|end|>{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|begin|>assistant{% endif %}"
 )
+# As Muse Glimmer: each message names its recipient, which is the model itself for its reasoning.
+MUSE: Final = (
+    "<|start|>system<|message|>Reasoning strength: {{ reasoning_strength or 'high' }}."
+    "{% if tools %}{{ tools | tojson }}{% endif %}<|eot|>"
+    "{% for m in messages %}{% if m.reasoning_content %}<|start|>assistant to=self<|message|>"
+    "{{ m.reasoning_content }}<|eom|>{% endif %}<|start|>{{ m.role }}{% if m.tool_calls %}"
+    " to={{ m.tool_calls[0].function.name }}<|message|>{% elif m.role == 'assistant' %}"
+    " to=user<|message|>{% else %}<|message|>{% endif %}{{ m.content or '' }}"
+    + _INVOKES.replace("@TYPE@", "").replace("@", "atem:")
+    + "<|eot|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
 # As Granite 3.3: the instructions name the marks and the form of calls.
 GRANITE_RESPONSES: Final = (
     "{% if thinking %}Think between <think></think>, answer between <response></response>."

@@ -39,6 +39,9 @@ XTML_MARKS = ("<|open|>", "<|close|>", "<|sep|>")
 SOLAR_CALL = FORMS["solar"].write([("f", "{}")])
 SOLAR_MARKS = ("<|begin|>", "<|end|>", "<|content|>", "<|calls|>", *FORMS["solar"].all_marks)
 SOLAR_NEXT = "<|end|><|begin|>assistant"
+MUSE_CALL = FORMS["atem"].write([("f", "{}")])
+MUSE_NEXT = "<|eom|><|start|>assistant"
+MUSE_THOUGHT = f" to=self<|message|>Hm.{MUSE_NEXT}"
 THINKS = Thinking(is_on=True)
 IN_XML = "<response>42</response>"
 GRANITE_CALL = FORMS["granite"].write([("f", "{}")])
@@ -96,6 +99,17 @@ CASES = [
         ("So < 5.", "Hm.", 1),
     ),
     ("SOLAR", f"<|think|>Hm.{SOLAR_NEXT}{SOLAR_CALL}", ("", "Hm.", 1)),
+    ("MUSE", " to=user<|message|>So < 5.", ("So < 5.", "", 0)),
+    ("MUSE", f"{MUSE_THOUGHT} to=user<|message|>So < 5.", ("So < 5.", "Hm.", 0)),
+    ("MUSE", f"{MUSE_THOUGHT} to=f<|message|>{MUSE_CALL}", ("", "Hm.", 1)),
+    ("MUSE", f" to=f<|message|>\n{MUSE_CALL}", ("", "", 1)),
+    (
+        "MUSE",
+        f" to=user<|message|>So < 5.{MUSE_NEXT} to=f<|message|>{MUSE_CALL}",
+        ("So < 5.", "", 1),
+    ),
+    ("MUSE", "to=do: it", ("to=do: it", "", 0)),
+    ("MUSE", "to=", ("to=", "", 0)),
     (
         "GRANITE_RESPONSES",
         "<think>Hm.</think>\n<response>\nSo < 5.\n</response>\n",

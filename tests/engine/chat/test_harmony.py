@@ -276,3 +276,12 @@ def test_marks_are_shown_and_a_call_or_a_return_ends_the_answer() -> None:
     ends = {tokenizer().token_text(token) for token in tokenizer().eos_ids}
     assert {"<|call|>", "<|return|>"} <= ends
     assert "<|end|>" not in ends
+
+
+@pytest.mark.parametrize(
+    ("effort", "level"), [("minimal", "low"), ("medium", "medium"), ("xhigh", "high")]
+)
+def test_an_effort_that_the_model_does_not_know_is_the_nearest(effort: str, level: str) -> None:
+    chat = Chat(tokenizer())
+    text = chat.render([USER], thinking=Thinking(effort=effort)).text
+    assert f"Reasoning: {level}\n" in text

@@ -116,6 +116,18 @@ def test_effort_reaches_a_template_that_knows_it() -> None:
     assert text.endswith("low[THINK][/THINK]")
 
 
+@pytest.mark.parametrize(
+    ("effort", "strength"),
+    [("minimal", "low"), ("low", "low"), ("medium", "medium"), ("high", "high"), ("xhigh", "high")],
+)
+def test_effort_is_the_strength_of_muse_glimmer(effort: str, strength: str) -> None:
+    chat = Chat(tokenizer_of(family_templates.MUSE))
+    thinking = chat.thinking_with_budget(Thinking(effort=effort, param="reasoning_effort"), None)
+    assert thinking.budget is None
+    text = chat.render([USER], thinking=thinking).text
+    assert f"Reasoning strength: {strength}." in text
+
+
 def test_reasoning_of_earlier_answers_goes_where_the_template_looks_for_it() -> None:
     answer = {"role": "assistant", "content": "So.", "reasoning_content": "Because."}
     renamed = family_templates.THINKS.replace("reasoning_content", "thinking")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import product
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, Final
@@ -176,13 +177,15 @@ class _Probe(Frozen):
         ]
         text = self.render([_USER, self._answer(_CALL)])
         num_common = len(commonprefix([text, plain]))  # noqa: RUF071 (they are not paths)
-        before, name, after = text.partition(_CALL)
-        if not name:
-            return None
-        answer = before[num_common:]
-        forms = (HARMONY, *FORMS.values())
-        fitted = (form.fitted(before, answer, after, _ARGUMENTS) for form in forms)
-        return next((form for form in fitted if form is not None), None)
+        # The name may also stand before the call, as the recipient of the message.
+        for match in re.finditer(_CALL, text):
+            before, after = text[: match.start()], text[match.end() :]
+            answer = before[num_common:]
+            for form in (HARMONY, *FORMS.values()):
+                fitted_form = form.fitted(before, answer, after, _ARGUMENTS)
+                if fitted_form is not None:
+                    return fitted_form
+        return None
 
     def writes_results(self, *, has_calls: bool = True) -> bool:
         """Whether the template shows the results of tools, which are messages of the role tool."""

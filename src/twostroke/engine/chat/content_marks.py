@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+import regex
 from msgspec.structs import replace
 
 from twostroke.core.constraint import ReasoningSection
@@ -27,12 +28,15 @@ class ContentMarks(Frozen):
         closing: the text that ends the whole answer; nothing after it is part of the answer.
         instructions: texts of the chat template that tell the model to write the marks. If there
             are any, the marks apply only to prompts that have one of these texts.
+        has_recipients: whether tool calls follow the name of their function, as a recipient of the
+            message (`to=NAME<|message|>`).
     """
 
     begin: str
     end: str
     closing: str = ""
     instructions: tuple[str, ...] = ()
+    has_recipients: bool = False
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -89,6 +93,9 @@ _MARKS: Final = (
         "<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"
     ),
     ContentMarks("<|content|>", "<|end|><|begin|>assistant"),  # Solar
+    ContentMarks(  # Muse Glimmer
+        "to=user<|message|>", "<|eom|><|start|>assistant", has_recipients=True
+    ),
     ContentMarks("<response>", "</response>"),  # Granite 3.3, which names them in its instructions
     ContentMarks("", "[END FINAL RESPONSE]"),  # Apriel 1.5
 )
@@ -117,8 +124,15 @@ def find_content_marks(
     return None
 
 
+# The recipient of a message with a tool call, at the start of the text outside the marks.
+_RECIPIENT: Final = regex.compile(r"\s*+to=[^\s<]{1,200}+<\|message\|>")
+
+
 class ContentReader:
-    """Removes the marks around the text of an answer, as it arrives, and blanks beside them."""
+    """Removes the marks around the text of an answer, as it arrives, and blanks beside them.
+
+    Recipients of messages outside the marks are removed, too.
+    """
 
     def __init__(self, marks: ContentMarks) -> None:
         self._marks = marks
@@ -126,6 +140,8 @@ class ContentReader:
         closing = ReasoningSection("", marks.closing)
         self._closer = ReasoningSplitter(closing) if marks.closing else None
         self._trim = BlankTrimmer(skips_first=bool(marks.begin))
+        self._may_name_recipient = marks.has_recipients
+        self._held_recipient = ""  # text that may be the beginning of a recipient
 
     def feed(self, text: str) -> str:
         """Read more text of an answer; return the text and the calls that are certain now."""
@@ -136,7 +152,8 @@ class ContentReader:
         [(_, pending_text)] = self._splitter.finish() or [(SegmentKind.AFTER, "")]
         if is_cut and len(pending_text) > 1 and self._is_begun_mark(pending_text):
             pending_text = ""
-        text = self._trim.feed(self._before_closing(pending_text)) + self._trim.finish()
+        text = "" if is_cut else self._held_recipient
+        text += self._trim.feed(self._before_closing(pending_text)) + self._trim.finish()
         held_text = self._held_by_closer()
         return text if is_cut and len(held_text) > 1 else text + held_text
 
@@ -152,8 +169,20 @@ class ContentReader:
                 parts.append(self._trim.feed(self._held_by_closer()))
                 self._trim = BlankTrimmer(skips_first=True)
             else:
-                parts.append(self._before_closing(text))
+                parts.append(self._before_closing(self._without_recipient(text)))
         return "".join(parts)
+
+    def _without_recipient(self, text: str) -> str:
+        """Return text outside the marks without the recipient with which it may begin."""
+        if not self._may_name_recipient:
+            return text
+        text, self._held_recipient = self._held_recipient + text, ""
+        match = _RECIPIENT.match(text, partial=True)
+        if match is not None and match.partial:
+            self._held_recipient = text
+            return ""
+        self._may_name_recipient = False
+        return text if match is None else text[match.end() :]
 
     def _before_closing(self, text: str) -> str:
         """Return the certain text before the mark that ends the answer."""

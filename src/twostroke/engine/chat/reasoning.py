@@ -30,6 +30,7 @@ NO_BUDGET: Final = -1  # reasoning without a limit, although the server has a de
 # Names of template variables.
 _SWITCHES: Final = ("enable_thinking", "thinking")
 _EFFORT: Final = "reasoning_effort"
+_STRENGTH: Final = "reasoning_strength"  # Muse Glimmer's name of the effort
 _BUDGET: Final = "thinking_budget"
 # Names that a client's variables cannot have.
 _RESERVED_NAMES: Final = frozenset(
@@ -52,6 +53,7 @@ _PAIRS: Final = (
     ("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
     ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),  # Kimi K3
     ("<|think|>", "<|end|><|begin|>assistant"),  # Solar
+    ("to=self<|message|>", "<|eom|><|start|>assistant"),  # Muse Glimmer
     ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),  # Apriel
 )
 # Keys under which templates look for the reasoning of an earlier answer. Requests use the first.
@@ -60,6 +62,8 @@ _KEYS: Final = ("reasoning_content", "reasoning", "thinking", "tool_plan")
 _NAMED_SWITCHES: Final = {"thinking_mode": ("enabled", "disabled")}
 # The word for no reasoning of templates that know only low and high efforts.
 _NO_EFFORT: Final = "no_think"
+# Efforts of models that were trained with `low`, `medium` and `high`, for efforts beyond these.
+_NEAREST_EFFORTS: Final = {"minimal": "low", "xhigh": "high"}
 
 
 class ReasoningMarks(Frozen):
@@ -84,7 +88,7 @@ class ReasoningMarks(Frozen):
 
     @property
     def begins_turn(self) -> bool:
-        """Whether `end` begins the model's next message, as every prompt ends (Solar)."""
+        """Whether `end` begins the model's next message, as every prompt ends (Solar, Muse)."""
         return self.end.endswith("assistant")
 
 
@@ -276,7 +280,8 @@ def with_budget(
     if thinking.budget is not None:
         return thinking
     budget = default
-    if thinking.effort in EFFORT_BUDGETS and _EFFORT not in template_names:
+    has_effort = _EFFORT in template_names or _STRENGTH in template_names
+    if thinking.effort in EFFORT_BUDGETS and not has_effort:
         budget = EFFORT_BUDGETS[thinking.effort]
     if budget is None or (budget == 0 and _asks_for_reasoning(thinking)):
         return thinking
@@ -376,13 +381,17 @@ def _switches(
             variables[name] = on if is_on else off
     if _BUDGET in template_names and not is_on:
         variables[_BUDGET] = 0
+    if is_on and effort is not None and _STRENGTH in template_names:
+        variables[_STRENGTH] = _NEAREST_EFFORTS.get(effort, effort)
     if _EFFORT not in template_names:
         return variables
     if marks is not None and marks.has_two_efforts:
         level = "low" if effort in {"minimal", "low"} else "high"
         variables[_EFFORT] = level if is_on else _NO_EFFORT
     elif is_on and effort is not None:
-        variables[_EFFORT] = effort
+        has_three_efforts = marks is not None and marks.has_channels
+        nearest_effort = _NEAREST_EFFORTS.get(effort, effort)
+        variables[_EFFORT] = nearest_effort if has_three_efforts else effort
     return variables
 
 
