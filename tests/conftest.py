@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import httpx
 import hypothesis
 import pytest
 
@@ -19,7 +22,8 @@ from support import authorities, native  # noqa: E402 only now
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
+
+_TESTS = Path(__file__).parent
 
 authorities.share()
 
@@ -27,6 +31,11 @@ authorities.share()
 hypothesis.settings.register_profile("house", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("house")
 
+
+# Clients of httpx would give up after 5 seconds, which a busy machine may take for an answer.
+_httpx_timeout = inspect.signature(httpx.get).parameters["timeout"].default
+for _phase in ("connect", "read", "write", "pool"):
+    setattr(_httpx_timeout, _phase, 60.0)
 
 # What is started in a shell's background ignores Ctrl-C, which tests send.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -46,11 +55,31 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Let each worker begin to import all tests with another folder.
+
+    Every worker imports all test files. If they do so in the same order, each one compiles and
+    rewrites them all; now it finds two thirds of them in the bytecode cache, from other workers.
+    """
+    worker = getattr(session.config, "workerinput", None)
+    if worker is None or session.config.args != ["tests"]:
+        return
+    entries = sorted(path for path in _TESTS.iterdir() if path.is_dir() or path.match("test_*.py"))
+    num_files = {path: len([*path.rglob("test_*.py")]) or path.is_file() for path in entries}
+    entries = [path for path in entries if num_files[path]]
+    num_before = sum(num_files.values()) * int(worker["workerid"][2:]) // worker["workercount"]
+    while num_before > 0:
+        num_before -= num_files[entries[0]]
+        entries = [*entries[1:], entries[0]]
+    session.config.args = [str(path) for path in entries]
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Let workers begin with the files that have slow tests, so that no other one waits at last."""
     if hasattr(config, "workerinput"):
         slow = {item.path for item in items if item.get_closest_marker("slow")}
-        items.sort(key=lambda item: item.path not in slow)
+        items.sort(key=lambda item: (item.path not in slow, item.path))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -94,6 +123,15 @@ def few_questions() -> Iterator[int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(questions, "questions", lambda: chosen_questions)
         yield len(chosen_questions)
+
+
+@pytest.fixture
+def patient_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let rank 0 bear ranks that a busy machine does not run for some seconds."""
+    from twostroke.backends.parallel import ranks
+
+    monkeypatch.setattr(ranks, "_HEARTBEAT_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(ranks, "_STALL_TIMEOUT_S", 66.0)
 
 
 @pytest.fixture(scope="session")

@@ -121,7 +121,7 @@ def test_interrupted_run_says_how_to_go_on(cli: Cli, endless: str, tmp_path: Pat
             assert time.monotonic() < deadline
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=120)
     assert process.returncode == 130
     output = f"2 of 3 lines have results in {partial}; the same command runs the rest."
     assert err.decode() == f"twostroke: {output}\n"

@@ -137,6 +137,7 @@ def test_what_cannot_be_is_refused_in_one_sentence(
     assert ran.out == ""
 
 
+@pytest.mark.usefixtures("patient_ranks")
 def test_ranks_show_what_they_wait_for(cli: Cli, tiny: str) -> None:
     ranks = ("--tensor-parallel", "2", "--streams", "16", "--context", "40", "--prefill", "40")
     ran = cli("profile", tiny, *ranks, "--steps", "2")
@@ -157,6 +158,7 @@ def test_ranks_show_what_they_wait_for(cli: Cli, tiny: str) -> None:
     assert "leave it out, or the ranks" in cli("profile", tiny, *ranks, "--plot", "roof.svg").err
 
 
+@pytest.mark.usefixtures("patient_ranks")
 def test_ranks_show_their_recurrent_layers(cli: Cli, tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "hybrid.gguf", tiny_of("qwen3.5-moe"))
     ranks = ("--expert-parallel", "2", "--streams", "3", "--context", "20", "--prefill", "20")

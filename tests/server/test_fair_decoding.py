@@ -28,7 +28,7 @@ def test_long_body_waits_for_one_of_another_tenant_and_not_for_all(
 
     def slow(self: BodyDecoder[Any], body: bytes) -> Any:
         begun.append(body[12:16])
-        assert may_end.wait(20)
+        assert may_end.wait(60)
         return decode(self, body)
 
     monkeypatch.setattr(BodyDecoder, "decode", slow)
@@ -59,7 +59,7 @@ def test_last_work_waits_for_all_other_and_cancelled_work_keeps_its_turn() -> No
         readers, done, may_end = Readers(1), list[str](), threading.Event()
 
         def first() -> None:
-            assert may_end.wait(20)
+            assert may_end.wait(60)
             done.append("first")
 
         running = asyncio.create_task(readers.run("a", first))

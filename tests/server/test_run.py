@@ -97,7 +97,7 @@ def test_signal_lets_running_requests_finish(tmp_path: Path, number: int) -> Non
             *_, usage, done = (line for line in (first, *events) if line)
         assert json.loads(usage.removeprefix("data: "))["usage"]["completion_tokens"] == 40
         assert done == "data: [DONE]"
-        assert process.wait(60) == 0
+        assert process.wait(120) == 0
         assert process.stdout is not None
         assert process.stdout.read() == "draining 1\n"
         assert process.stderr is not None
@@ -118,7 +118,7 @@ def test_signal_starts_a_batch_that_waits_to_be_full(tmp_path: Path) -> None:
         assert not answer.done()
         process.terminate()
         assert answer.result().status_code == 200
-        assert process.wait(10) == 0
+        assert process.wait(120) == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -133,12 +133,12 @@ def test_limit_or_second_signal_cuts_off(tmp_path: Path, stream: bool, twice: bo
         answer = pool.submit(httpx.post, url + PATH, json=body, timeout=60, trust_env=False)
         wait_for(lambda: has_arrived(url))
         process.send_signal(signal.SIGTERM)
-        if twice:
-            time.sleep(0.3)
+        if twice:  # once the first was heard, since a process sees two at the same time as one
+            wait_for(lambda: httpx.get(url + "/health", trust_env=False).status_code == 503)
             process.send_signal(signal.SIGTERM)
         assert answer.result().status_code == 503
         assert "The server is stopping" in answer.result().json()["error"]["message"]
-        assert process.wait(20) == 1
+        assert process.wait(120) == 1
 
 
 def test_draining_server_says_so_until_the_last_answer_is_out(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_draining_server_says_so_until_the_last_answer_is_out(tmp_path: Path) ->
         assert not answer.done()
         process.terminate()
         assert answer.result().status_code == 503
-        assert process.wait(20) == 1
+        assert process.wait(120) == 1
 
 
 def test_client_that_hangs_does_not_hold_up_the_end(tmp_path: Path) -> None:
@@ -177,13 +177,13 @@ def test_client_that_hangs_does_not_hold_up_the_end(tmp_path: Path) -> None:
             connection.sendall(post_bytes(PATH, chat_body())[:-5])
             time.sleep(0.2)
             process.terminate()
-            assert process.wait(20) == 0
+            assert process.wait(120) == 0
 
 
 def test_nothing_listens_after_the_end(tmp_path: Path) -> None:
     with served_process(tmp_path, "1") as (process, url):
         process.terminate()
-        assert process.wait(20) == 0
+        assert process.wait(120) == 0
         port = int(url.rpartition(":")[2])
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", port)) != 0
@@ -250,7 +250,7 @@ def test_second_signal_cuts_off_requests_that_no_engine_has_accepted(tmp_path: P
         process.terminate()
         assert answer.result().status_code == 503
         assert "The server is stopping" in answer.result().json()["error"]["message"]
-        assert process.wait(20) == 1
+        assert process.wait(120) == 1
 
 
 @contextmanager

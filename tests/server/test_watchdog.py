@@ -103,5 +103,5 @@ def test_a_server_tells_its_life(systemd: socket.socket, tmp_path: Path) -> None
         assert systemd.recv(1000) == b"READY=1"
         assert systemd.recv(1000) == b"WATCHDOG=1"
         os.kill(process.pid, signal.SIGTERM)
-        process.wait(20)
+        process.wait(120)
     assert b"STOPPING=1" in heard(systemd)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _MAX_LENGTH = 500  # characters of a value that are shown
 
 
-def wait_for(condition: Callable[[], Any], timeout_s: float = 60) -> None:
+def wait_for(condition: Callable[[], Any], timeout_s: float = 120) -> None:
     """Wait until `condition` returns something true; fail after `timeout_s` seconds."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
@@ -24,7 +24,7 @@ def wait_for(condition: Callable[[], Any], timeout_s: float = 60) -> None:
         time.sleep(0.005)
 
 
-async def until(condition: Callable[[], Any], timeout_s: float = 60) -> None:
+async def until(condition: Callable[[], Any], timeout_s: float = 120) -> None:
     """Wait as `wait_for` does, and let other tasks run meanwhile."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():

@@ -88,6 +88,7 @@ def expected(path):
     ],
     ids=str,
 )
+@pytest.mark.usefixtures("patient_ranks")
 def test_answers_are_those_of_one_process(path, expected, degrees):
     answers, scores, vectors = expected
     count = ParallelOptions(**degrees).num_ranks
@@ -112,6 +113,7 @@ def test_answers_are_those_of_one_process(path, expected, degrees):
     [{"tensor": 2, "pipeline": 2}, {"tensor": 4}, {"expert": 2, "context": 2}],
     ids=str,
 )
+@pytest.mark.usefixtures("patient_ranks")
 def test_answers_of_recurrent_layers_are_those_of_one_process(tmp_path, degrees):
     native_dir()
     path = str(write_tiny_gguf(tmp_path / "tiny.gguf", tiny_of("qwen3.5-moe", num_layers=4)))
@@ -136,6 +138,7 @@ def test_answers_of_recurrent_layers_are_those_of_one_process(tmp_path, degrees)
     assert alone_answers[1].usage.cached_tokens > 0
 
 
+@pytest.mark.usefixtures("patient_ranks")
 def test_each_rank_keeps_to_its_own_cores_and_threads(path):
     cores = os.sched_getaffinity(0)
     if len(cores) < 2:
@@ -186,6 +189,7 @@ def test_ranks_that_die_or_freeze_are_replaced(path, monkeypatch):
         assert (rank_one.state, rank_one.facts.coordinate.column_part) == ("ready", 1)
 
 
+@pytest.mark.usefixtures("patient_ranks")
 def test_a_forked_process_does_not_end_the_ranks(path):
     with engine(path, tensor=2) as llm:
         backend = llm.engine.client.loop._backend
@@ -197,6 +201,7 @@ def test_a_forked_process_does_not_end_the_ranks(path):
         assert rank_pids(os.getpid()) == [pid]
 
 
+@pytest.mark.usefixtures("patient_ranks")
 def test_a_step_that_fails_is_the_only_one(path):
     request = greedy_request([5, 6, 7], logprobs=None)
     request.pages = [[3]]
@@ -231,7 +236,7 @@ def test_ranks_end_with_rank_0(path, number):
         assert process.stdout.readline() == b"ready\n"
         (pid,) = rank_pids(process.pid)
         process.send_signal(number)
-        assert process.wait(10) != 0
+        assert process.wait(120) != 0
         wait_for(lambda: is_over(pid))
 
 

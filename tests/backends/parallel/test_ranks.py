@@ -114,7 +114,7 @@ def test_a_lost_rank_is_noticed_and_started_again(group, how):
         group.started[1].rank_end.cut()
     else:
         group.started[1].beats = False
-    assert group.aborted.wait(5)
+    assert group.aborted.wait(20)
     error = group.ranks.cause(5)
     assert isinstance(error, RanksLostError)
     assert str(error).startswith("Rank 2 ")
@@ -132,7 +132,7 @@ def test_a_rank_that_freezes_before_it_begins_again_is_noticed_as_soon(group):
     group.ranks.wait_until_ready()
     group.started[1].beats = False
     group.ranks.reset(Reset(""), set())
-    assert group.aborted.wait(5)  # not as late as one that loads
+    assert group.aborted.wait(20)  # not as late as one that loads
     with pytest.raises(RanksLostError, match="Rank 2 has not responded"):
         group.ranks.wait_until_ready()
 
@@ -147,7 +147,7 @@ def test_a_link_that_moves_nothing_is_given_up_only_if_all_wait(group):
     for progress in range(7, 27, 2):  # a large message is on its way
         two.progress = progress
         assert not group.aborted.wait(0.15)
-    assert group.aborted.wait(5)
+    assert group.aborted.wait(20)
     assert str(group.ranks.cause(5)).startswith("Nothing arrives over the link")
     assert not group.ranks.lost
     group.ranks.reset(Reset(""), set())

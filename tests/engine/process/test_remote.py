@@ -41,7 +41,7 @@ from twostroke.core.sampling import SamplingParams
 from twostroke.engine.client import Caller
 from twostroke.engine.engine import build
 from twostroke.engine.output import Output, Usage
-from twostroke.engine.process import launch, supervisor
+from twostroke.engine.process import launch, pending, supervisor
 from twostroke.engine.process import messages as wire
 from twostroke.engine.process.remote import RemoteEngine
 from twostroke.engine.process.served import LocalEngine
@@ -266,7 +266,7 @@ def test_nothing_is_left_when_the_server_dies(model: str) -> None:
         engine = RemoteEngine.start(model, options(), "warning", lambda *_: None)
         # As the system does for a server that was killed.
         engine.supervisor._process.connection._socket.close()
-        return engine.supervisor._process._process.wait(5)
+        return engine.supervisor._process._process.wait(120)
 
     assert asyncio.run(run()) == 0
 
@@ -278,7 +278,7 @@ def test_a_launched_process_ends_without_a_load() -> None:
     closed.close()
     closed.close()
     assert closed.process.returncode == -signal.SIGKILL
-    assert left.process.wait(30) == 0
+    assert left.process.wait(120) == 0
 
 
 def test_an_engine_that_hangs_is_read_with_the_spans_that_are_asked(model: str) -> None:
@@ -307,7 +307,7 @@ def test_a_timeout_is_kept_by_the_server_while_the_engine_hangs_or_starts(model:
             assert time.monotonic() - start_s >= 0.5
             os.kill(engine.supervisor.pid, signal.SIGKILL)
             await until(lambda: not engine.supervisor.is_up)
-            assert 0.1 < engine.supervisor.restart_in_s < 30, "it knows how long loading took"
+            assert engine.supervisor.restart_in_s > 0, "it knows how long loading took"
             hasty = Caller(timeout_s=0.01)
             with pytest.raises(DeadlineError):  # later if it was back first, on a busy machine
                 await texts(await engine.generate(PROMPTS, GREEDY, hasty, NO_HINTS))
@@ -318,7 +318,11 @@ def test_a_timeout_is_kept_by_the_server_while_the_engine_hangs_or_starts(model:
     asyncio.run(run())
 
 
-def test_a_full_queue_is_not_asked_again_for_a_moment(model: str) -> None:
+def test_a_full_queue_is_not_asked_again_for_a_moment(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pending, "_QUEUE_FULL_S", 60.0)
+
     async def run() -> None:
         async with started(model, max_running=1, max_waiting_requests=1) as engine:
             running = await start_generation(engine, LONG)
@@ -335,13 +339,15 @@ def test_a_full_queue_is_not_asked_again_for_a_moment(model: str) -> None:
             assert len(sent) == 1
             assert errors == errors[:1] * 3
             other = await engine.generate(PROMPTS[:1], GREEDY, Caller(priority=-1), NO_HINTS)
-            await asyncio.sleep(0.06)
+            monkeypatch.setattr(pending, "_QUEUE_FULL_S", 0.0)  # the moment is over
             with pytest.raises(OverloadedError):
                 await start_generation(engine)
             assert len(sent) == 3, "it was asked again after the moment"
             running.cancel()
             assert await texts(other)
             assert await texts(waiting)
+
+    asyncio.run(run())
 
 
 def test_an_output_that_overtakes_the_acceptance_is_read(model: str) -> None:

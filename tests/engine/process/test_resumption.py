@@ -149,7 +149,7 @@ def test_an_answer_without_a_seed_keeps_its_random_numbers(model: str) -> None:
             received = [await first_of(outputs)]
             os.kill(engine.supervisor.pid, signal.SIGKILL)
             received += [output async for output in outputs]
-            assert engine.num_deaths == 1
+            await until(lambda: engine.num_deaths == 1)
             seeded = SamplingParams(
                 temperature=2.0, max_tokens=500, ignore_eos=True, seed=outputs._seed
             )
@@ -174,7 +174,7 @@ def test_a_death_during_prefill_repeats_no_progress_and_no_log_probability(model
                 received.append(output)
                 if len(received) == 5:
                     os.kill(engine.supervisor.pid, signal.SIGKILL)
-            assert engine.num_deaths == 1
+            await until(lambda: engine.num_deaths == 1)
             assert joined(received, 1) == joined(expected, 1)
             progress = [output.num_read for output in received if output.num_read]
             assert progress == sorted(set(progress))
@@ -229,7 +229,7 @@ def test_texts_that_were_embedded_are_not_embedded_again(model: str) -> None:
                 if len(received) == 3:
                     os.kill(engine.supervisor.pid, signal.SIGKILL)
             assert received == expected
-            assert engine.num_deaths == 1
+            await until(lambda: engine.num_deaths == 1)
 
     asyncio.run(run())
 

@@ -254,14 +254,14 @@ def test_a_cached_constraint_does_not_wait_for_others_to_compile(
 
     def slow(constraint: Constraint, deadline: Deadline) -> GrammarMatcher:
         has_begun.set()
-        assert may_go_on.wait(20)
+        assert may_go_on.wait(60)
         return compile_(constraint, deadline)
 
     monkeypatch.setattr(grammars, "_compile", slow)
     results = []
     thread = threading.Thread(target=lambda: results.append(grammars.matcher(other)))
     thread.start()
-    assert has_begun.wait(20)
+    assert has_begun.wait(60)
     assert grammars.cached(cached_constraint)
     assert not grammars.cached(other)
     assert grammars.matcher(cached_constraint).count_allowed((), tokenizer.encode("a")) == 1

@@ -42,7 +42,7 @@ def running(*command: str) -> Iterator[subprocess.Popen[bytes]]:
         yield process
     finally:
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
 
 
 def refusal(*arguments: str, **variables: str) -> tuple[int, str]:

@@ -61,7 +61,7 @@ def test_tokens_that_one_router_holds_are_missing_at_the_other(
     may_end = threading.Event()
 
     async def wait(exchange: Exchange) -> None:
-        await asyncio.to_thread(may_end.wait, 10)
+        await asyncio.to_thread(may_end.wait, 60)
         await exchange.answer({"choices": [], "usage": USAGE})
 
     routers = two_routers(redis_store, fakes, stack, wait)
@@ -81,13 +81,18 @@ def test_two_routers_run_as_many_requests_at_once_as_one(
     redis_store: Store, fakes: Loop, stack: ExitStack
 ) -> None:
     _, key = add_key(redis_store, limits=KeyLimits(parallel=3))
+    may_end = threading.Event()
 
-    async def pause(exchange: Exchange) -> None:
-        await asyncio.sleep(1)
+    async def wait(exchange: Exchange) -> None:
+        await asyncio.to_thread(may_end.wait, 60)
         await exchange.answer({"choices": [], "usage": USAGE})
 
-    routers = two_routers(redis_store, fakes, stack, pause)
-    assert statuses(routers, key, 10) == [200] * 3 + [429] * 7
+    routers = two_routers(redis_store, fakes, stack, wait)
+    with ThreadPoolExecutor(10) as pool:
+        calls = [pool.submit(post, routers[number % 2], key) for number in range(10)]
+        wait_for(lambda: sum(call.done() for call in calls) == 7)
+        may_end.set()
+        assert sorted(call.result().status_code for call in calls) == [200] * 3 + [429] * 7
     assert statuses(routers, key, 3) == [200] * 3
 
 

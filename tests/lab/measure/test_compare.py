@@ -120,6 +120,7 @@ def test_pieces_longer_than_the_context_are_refused(tmp_path: Path) -> None:
         list(compare_models(subject(short), [subject(short)], pieces, silent))
 
 
+@pytest.mark.usefixtures("patient_ranks")
 def test_several_ranks_differ_from_the_reference_as_one_process_does(tiny: str) -> None:
     pieces = pieces_of(held_out_text(), [tiny], 40, 80)
     compute = ComputeOptions("cpu", num_threads=2)

@@ -174,7 +174,7 @@ def test_the_next_command_resumes_a_stopped_download(
     with started("pull", NAME) as process:
         wait_for_bytes(hub_cache, process)
         process.send_signal(number)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=120)
     assert process.returncode in {128 + number, -number}
     if number == signal.SIGINT:
         assert b"are kept: pull again to continue.\n" in err
@@ -191,7 +191,7 @@ def test_only_one_of_two_concurrent_commands_downloads(
     hub.pause_s = 0.01
     with started("pull", NAME) as first, started("pull", NAME) as second:
         for process in (first, second):
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=120)
             assert (process.returncode, err) == (0, b"")
             assert b"Licence: apache-2.0" in out
     assert len(hub.transfers) == 1

@@ -130,7 +130,7 @@ def test_request_that_its_timeout_stopped_counts_what_was_generated(tmp_path: Pa
     with counting(tmp_path) as server:
         server.backend.pause_s = 0.25
         body = {"prompt": "hello", "max_tokens": 60, "stream": True, "ignore_eos": True}
-        headers = {"x-request-timeout": "1"}
+        headers = {"x-request-timeout": "3"}
         with server.http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
             lines = response.iter_lines()
             assert "text" in next(lines)
@@ -160,7 +160,8 @@ def test_prompt_counts_that_its_timeout_stopped_once_it_had_begun(
 
         begun = threads.submit(send, "1.5")
         wait_for(lambda: server.num_busy == 1)
-        unrun = threads.submit(send, "0.2")
+        unrun = threads.submit(send, "0.5")
+        wait_for(lambda: server.num_busy == 2)
         time.sleep(1.7)
         server.backend.gate.set()
         assert "was stopped" in begun.result()

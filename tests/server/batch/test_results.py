@@ -73,7 +73,7 @@ def test_writing_results_leaves_the_threads_of_others_alone(
     may_go, parse = Event(), results.parse
 
     def slow(*args: Any) -> Any:
-        may_go.wait(20)
+        may_go.wait(60)
         return parse(*args)
 
     monkeypatch.setattr(results, "parse", slow)

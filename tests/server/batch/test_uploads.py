@@ -112,7 +112,7 @@ def test_upload_is_completed_by_one_request_at_a_time(
 
     def join_slowly(*args: Any) -> str:
         has_begun.set()
-        assert may_go_on.wait(30)
+        assert may_go_on.wait(60)
         return join(*args)
 
     monkeypatch.setattr(uploads, "join_parts", join_slowly)
@@ -120,7 +120,7 @@ def test_upload_is_completed_by_one_request_at_a_time(
     parts = part(server, id_, b"hello"), part(server, id_, b"world")
     with ThreadPoolExecutor() as threads:
         first = threads.submit(complete, server, id_, *parts)
-        assert has_begun.wait(30)
+        assert has_begun.wait(60)
         second = complete(server, id_, *parts)
         may_go_on.set()
     assert "another request" in second["error"]["message"]

@@ -43,7 +43,7 @@ class SlowGrammars(Grammars):
     def compile(self, constraint: Constraint, limit_s: float = math.inf) -> GrammarMatcher:
         if constraint == SLOW:
             self.has_begun.set()
-            assert self.may_end.wait(20)
+            assert self.may_end.wait(60)
         return super().compile(constraint, limit_s)
 
 
@@ -245,13 +245,13 @@ def test_client_that_leaves_while_others_are_compiled_is_not_answered(
 
         def slow(constraint: Constraint, deadline: Deadline) -> GrammarMatcher:
             has_begun.set()
-            assert may_end.wait(20)
+            assert may_end.wait(60)
             return compile_(constraint, deadline)
 
         monkeypatch.setattr(grammars, "_compile", slow)
         connection = server.connect()
         connection.sendall(post_bytes("/v1/chat/completions", chat_body(guided_regex="a+")))
-        assert has_begun.wait(20)
+        assert has_begun.wait(60)
         connection.close()
         wait_for(lambda: not server.api._open_requests)
         may_end.set()
@@ -269,7 +269,7 @@ def test_stream_shows_that_it_is_alive_while_its_constraint_waits(
         compile_ = grammars._compile
 
         def slow(constraint: Constraint, deadline: Deadline) -> GrammarMatcher:
-            assert may_end.wait(20)
+            assert may_end.wait(60)
             if fails:
                 raise RequestError("is {why}.", why="too wide")
             return compile_(constraint, deadline)

@@ -66,7 +66,7 @@ def test_caller_that_leaves_stops_neither_its_write_nor_later_ones(tmp_path: Pat
 
     def slow(db: sqlite3.Connection) -> None:
         has_begun.set()
-        may_end.wait(10)
+        may_end.wait(60)
         db.execute(_INSERT, ("a", 1, b""))
 
     async def work(records: Records) -> int:
@@ -244,10 +244,10 @@ def test_changes_that_wait_are_bounded(tmp_path: Path, monkeypatch: pytest.Monke
 
         def slow(_: sqlite3.Connection) -> None:
             has_begun.set()
-            assert may_end.wait(20)
+            assert may_end.wait(60)
 
         first = records.post(slow)
-        assert has_begun.wait(20)
+        assert has_begun.wait(60)
         waiting = [records.post(lambda _: None) for _ in range(3)]
         with pytest.raises(RecordsError, match="cannot keep up: 3 changes wait to be written"):
             records.post(lambda _: None).result(0)

@@ -42,7 +42,7 @@ _HEARTBEAT_TIMEOUT_S: Final = 2.0  # a rank without heartbeats for this time is 
 _STALL_TIMEOUT_S: Final = 2.2  # of the link; longer, so that a frozen rank is noticed first
 _LOADING_HEARTBEAT_TIMEOUT_S: Final = 30.0  # loading from a slow disk can block heartbeats
 _END_TIMEOUT_S: Final = 5.0  # until all ranks have freed their memory
-_START_TIMEOUT_S: Final = 20.0  # until the first message of a process that runs
+_START_TIMEOUT_S: Final = 60.0  # until the first message of a process that runs
 
 
 class Ranks:

@@ -121,7 +121,7 @@ def test_long_lists_of_one_tenant_wait_for_other_tenants(
 
     def slow(stored: list[Any], query: dict[str, str]) -> Any:
         begun.append(len(stored))
-        assert may_end.wait(20)
+        assert may_end.wait(60)
         return page(stored, query)
 
     monkeypatch.setattr(stored_chat, "_list_completions", slow)
