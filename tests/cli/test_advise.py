@@ -18,6 +18,7 @@ from twostroke.core.options import EngineOptions
 from twostroke.lab.measure.requests import Objectives
 from twostroke.lab.simulator.advice import Advice, Estimate
 from twostroke.lab.simulator.machine_speed import MachineSpeed
+from twostroke.server.storage.trace_file import check_trace_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -123,6 +124,16 @@ def test_autotune_logs_what_is_expected_with_and_without_its_changes(tmp_path, c
     assert ("Without: " in caplog.text) is is_changed
     reasons = ("no other options are better", "no options are enough")
     assert is_changed or any(reason in caplog.text for reason in reasons)
+
+
+def test_the_first_start_of_a_server_that_records_has_no_trace_yet(tmp_path, caplog):
+    trace = tmp_path / "trace"
+    check_trace_file(trace)  # makes an empty file, as `serve` does before the tuning
+    with click.Context(command), caplog.at_level(logging.INFO):
+        same = autotuned("tiny", EngineOptions(), trace, Objectives(1.0))
+    assert same == EngineOptions()
+    assert "there is no trace" in caplog.text
+    assert [record.levelname for record in caplog.records] == ["INFO"]
 
 
 def test_autotune_changes_nothing_under_an_overload(tmp_path, caplog, monkeypatch, short_trace):

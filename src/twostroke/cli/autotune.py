@@ -158,7 +158,8 @@ def autotuned(
     from twostroke.lab.simulator.advice import OptionChoices, advise, changed_setup
     from twostroke.lab.simulator.recorded_traces import NEWEST_LINES
 
-    if not trace.exists():
+    # --record-trace has already made the file, without any line.
+    if not trace.exists() or (trace.is_file() and not trace.stat().st_size):
         _logger.info("Autotune: there is no trace %s yet; the options stay.", trace)
         return options
     try:
