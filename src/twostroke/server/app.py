@@ -164,7 +164,11 @@ class Api:
         self._checks = AnswerChecks(Verifier(), self.metrics)
         self._readers = Readers(_NUM_READER_THREADS)
         self.health = HealthReports(
-            engine, self.models.names, is_draining=lambda: self.is_draining, records=records
+            engine,
+            self.models.names,
+            is_draining=lambda: self.is_draining,
+            records=records,
+            coalesces=options.coalesces,
         )
         journal = Journal(records) if records is not None else None
         self.response_store = ResponseStore(options.max_stored, options.max_stored_bytes, journal)

@@ -75,6 +75,7 @@ def posted_together(
     bodies: list[dict[str, Any]],
     *,
     is_foreign: bool = False,
+    load: dict[str, Any] | None = None,
     headers: dict[str, str] | None = None,
 ) -> list[int]:
     """Send requests that are in flight together; return how many each of three replicas got."""
@@ -87,7 +88,7 @@ def posted_together(
     replicas = [fakes.start(FakeReplica()) for _ in range(3)]
     for replica in replicas:
         replica.behaviour = answer_later
-        replica.load = None if is_foreign else {}
+        replica.load = None if is_foreign else load or {}
     urls = [replica.url for replica in replicas]
     with (
         live_router(*urls, policy="round-robin") as router,
@@ -124,4 +125,6 @@ def test_random_and_different_requests_are_spread(fakes: Loop) -> None:
 def test_equal_requests_that_share_no_computation_are_spread(fakes: Loop) -> None:
     bodies = [chat(temperature=0)] * 12
     assert posted_together(fakes, bodies, is_foreign=True) == [4, 4, 4]
+    assert posted_together(fakes, bodies, load={"coalesces": False}) == [4, 4, 4]  # --no-coalesce
+    assert posted_together(fakes, bodies, load={"coalesces": True}) == [0, 0, 12]
     assert posted_together(fakes, bodies, headers={"cache-control": "no-store"}) == [4, 4, 4]

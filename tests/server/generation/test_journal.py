@@ -125,6 +125,32 @@ def test_tenants_stay_apart_after_a_restart(tmp_path: Path, records: Records) ->
         assert server.http.delete(f"{PATH}/{id_}", headers=OTHER).status_code == 404
 
 
+def test_a_tenant_changes_no_answer_of_another_with_the_same_id(records: Records) -> None:
+    """Ids are random; only records of a stream could bring the id of another tenant's answer."""
+
+    def make(text: bytes) -> StoredResponse:
+        return StoredResponse("resp_1", b"[]", text, ())
+
+    async def restored() -> ResponseStore:
+        store = ResponseStore(10, 10**6, Journal(records))
+        await store.load()
+        return store
+
+    for change in ("put", "replace", "remove"):
+        store = ResponseStore(10, 10**6, Journal(records))
+        anna, ben = Tenant("anna", store), Tenant("ben", store)
+        anna.put(make(b'"of Anna"'))
+        ben.put(bens := make(b'"of Ben"'))
+        if change == "replace":
+            ben.replace(bens, b'"new"')
+        elif change == "remove":
+            ben.remove("resp_1")
+        records.post(lambda _: None).result(20)  # after all writes before it
+        kept = Tenant("anna", asyncio.run(restored())).find("resp_1")
+        assert kept is not None, change
+        assert kept.answer == b'"of Anna"', change
+
+
 def test_next_server_may_keep_fewer_or_none(tmp_path: Path, records: Records) -> None:
     with serve(tmp_path, records) as server:
         ids = [answer(server)["id"] for _ in range(5)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import re
 from base64 import b64decode, b64encode
@@ -20,10 +21,10 @@ from support.server_thread import ServerThread
 from support.servers import chat_body, live_server
 from support.tiny import Tiny, write_tiny_gguf
 from twostroke.core.errors import BackendError, EngineDiedError
-from twostroke.core.request import NO_HINTS
+from twostroke.core.request import NO_HINTS, FinishReason
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.engine import build
-from twostroke.engine.output import Output, Usage
+from twostroke.engine.output import Output, Timings, Usage
 from twostroke.engine.process.messages import encode
 from twostroke.engine.process.served import LocalEngine
 from twostroke.server.app import Api
@@ -203,6 +204,70 @@ def test_impossible_records_are_refused(url: str, make_output: Callable[[int], O
     output = make_output(record.outputs[0].usage.prompt_tokens)
     forged = b64encode(encode(replace(record, outputs=[output])))
     assert refusal(url + path, body + b"\n" + forged, str(len(body)))[0] == 400
+
+
+_ENDED = {"finish_reason": FinishReason.STOP, "timings": Timings(1.0, 1.0, 1.0, 1.0)}
+# Last outputs that no server writes, from the length of the prompt.
+FORGED: dict[str, Callable[[int], Output]] = {
+    "no usage": lambda _: Output(0, "x", (5,), **_ENDED),
+    "no times": lambda n: Output(
+        0, "x", (5,), finish_reason=FinishReason.STOP, usage=Usage(n, 0, 1)
+    ),
+    "cancelled": lambda n: Output(
+        0, "x", (5,), usage=Usage(n, 0, 1), **_ENDED | {"finish_reason": FinishReason.CANCEL}
+    ),
+    "no time": lambda n: Output(
+        0,
+        "x",
+        (5,),
+        usage=Usage(n, 0, 1),
+        **_ENDED | {"timings": Timings(math.nan, math.inf, -math.inf, 1e300)},
+    ),
+}
+# Outputs that an encoder of one of the protocols cannot read.
+STRANGE: dict[str, Callable[[int], Output]] = {
+    "no usage at the first token": lambda _: Output(0, "x", (5, 6, 7)),
+    "too many scores": lambda _: Output(0, "x", (5,), logprobs=(None,) * 9),
+    "too many scores of the prompt": lambda _: Output(0, "x", (5,), prompt_logprobs=(None,) * 9),
+    "an end that breaks the schema": lambda n: Output(0, "x", (5,), usage=Usage(n, 0, 1), **_ENDED),
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_forged_last_outputs_are_errors_of_the_request(url: str, name: str) -> None:
+    path, fields = REQUESTS[name]
+    body = msgspec.json.encode({"model": "tiny", "stream": True} | fields)
+    lines = [unit[1] for unit in _LINE.finditer(stream(url + path, body, "new"))]
+    records = [
+        msgspec.msgpack.decode(b64decode(line), type=StreamRecord, dec_hook=_no_type)
+        for line in lines
+    ]
+    outputs = [output for record in records for output in record.outputs]
+    usage = next(output.usage for output in outputs if output.usage is not None)
+
+    def answer(make_output: Callable[[int], Output]) -> httpx.Response:
+        forged = replace(records[0], outputs=[make_output(usage.prompt_tokens)])
+        headers = {"content-type": "application/json", "x-twostroke-resume": str(len(body))}
+        content = body + b"\n" + b64encode(encode(forged))
+        return httpx.post(url + path, content=content, headers=headers, timeout=60, trust_env=False)
+
+    for label, make_output in FORGED.items():
+        refused = answer(make_output)
+        assert (refused.status_code, "records of the stream" in refused.text) == (400, True), label
+    for label, make_output in STRANGE.items():
+        assert answer(make_output).status_code in {200, 400}, label
+
+
+@pytest.mark.parametrize("id_", ["", "chatcmpl-1", "x" * 10_000, "resp_" + "é" * 32, 'a"\n\nb'])
+def test_records_with_an_id_that_no_server_makes_are_refused(url: str, id_: str) -> None:
+    path, fields = REQUESTS["responses"]
+    body = msgspec.json.encode({"model": "tiny", "stream": True} | fields)
+    first = _LINE.search(stream(url + path, body, "new"))
+    assert first is not None
+    record = msgspec.msgpack.decode(b64decode(first[1]), type=StreamRecord, dec_hook=_no_type)
+    forged = replace(record, origin=replace(record.origin, response_id=id_))
+    content = body + b"\n" + b64encode(encode(forged))
+    assert refusal(url + path, content, str(len(body)))[0] == 400
 
 
 def _no_type(_type: type, _value: Any) -> Any:

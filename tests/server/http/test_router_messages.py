@@ -15,7 +15,7 @@ _NEW = (
     b'{"status":"ok","epoch":"e-0","models":["m"],"version":"1","numerics":"n",'
     b'"numerics_by_model":{"m":"n"},"running":2,"waiting":1,"work_s":0.5,"prompt_tokens":7,'
     b'"cached_tokens":3,"horizon_s":null,"context_length":64,"prefill_per_decode":null,'
-    b'"keeps_files":true,"trusts_sender":false,"takes_any_name":true}'
+    b'"keeps_files":true,"trusts_sender":false,"takes_any_name":true,"coalesces":false}'
 )
 
 
@@ -38,6 +38,7 @@ def test_a_load_is_sent_in_these_bytes() -> None:
         keeps_files=True,
         trusts_sender=False,
         takes_any_name=True,
+        coalesces=False,
     )
     assert msgspec.json.encode(load) == _NEW
     assert msgspec.json.decode(_NEW, type=ServerLoad) == load
@@ -47,6 +48,7 @@ def test_the_load_of_an_older_server_can_be_read() -> None:
     load = msgspec.json.decode(_OLD, type=ServerLoad)
     assert load.work_s == 0.5
     assert msgspec.UNSET is load.keeps_files is load.trusts_sender is load.takes_any_name
+    assert load.coalesces is msgspec.UNSET
 
 
 def test_a_server_reports_each_state_of_its_engine() -> None:

@@ -84,8 +84,9 @@ class Attempt:
         self._request = request
         self._decision = decision
         self._number = replica.computed.add(request.content) if request.content else 0
-        # Other servers compute equal requests separately, so they need not meet there.
-        self._equal_key = b"" if replica.is_foreign else request.equal_key
+        # Where equal requests are computed separately, they need not meet.
+        is_shared = not replica.is_foreign and replica.facts.coalesces is not False
+        self._equal_key = request.equal_key if is_shared else b""
         attempts.equal_requests.add(self._equal_key, replica.index)
 
     def record_death(self) -> None:

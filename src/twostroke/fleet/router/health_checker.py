@@ -224,6 +224,7 @@ class HealthChecker:
             context_length=load.context_length,
             keeps_files=_value_if_sent(load.keeps_files),
             takes_any_name=_value_if_sent(load.takes_any_name),
+            coalesces=_value_if_sent(load.coalesces),
             numerics_by_model=load.numerics_by_model,
         )
         replica.num_prompt_tokens = load.prompt_tokens

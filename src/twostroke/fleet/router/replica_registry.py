@@ -81,6 +81,7 @@ class ReplicaFacts(Frozen):
         context_length: in tokens; 0 if it is not known.
         keeps_files: whether it has files and batches; None if it is not known.
         takes_any_name: whether it accepts names of models that it does not list.
+        coalesces: whether it computes equal requests in flight once; None if it is not known.
         numerics_by_model: `numerics` of each model, if it has several.
     """
 
@@ -91,6 +92,7 @@ class ReplicaFacts(Frozen):
     context_length: int = 0
     keeps_files: bool | None = None
     takes_any_name: bool | None = None
+    coalesces: bool | None = None
     numerics_by_model: Mapping[str, str] = {}
 
     def shared_fact(self, name: str, model: str) -> str:

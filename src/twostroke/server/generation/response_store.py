@@ -39,11 +39,15 @@ _OVERHEAD_BYTES: Final = 1000  # memory of a response besides its JSON
 _ITEM_BYTES: Final = 200  # memory of an item's entry in the index besides its id
 _LOG_INTERVAL_S: Final = 10.0  # between two log lines about a failing disk
 _INSERT_ANSWER: Final = """
-    INSERT OR REPLACE INTO answers
+    INSERT OR IGNORE INTO answers
         (id, tenant, kind, previous, is_found, items, asked, answer, row_digest)
     VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
 """
-_UPDATE_ANSWER: Final = "UPDATE answers SET answer = ?, row_digest = ? WHERE id = ?"
+# Ids come from this server or from a router, but never may a tenant change another's answer.
+_OF_TENANT: Final = "WHERE id = ? AND tenant = ?"
+_DELETE_ANSWER: Final = f"DELETE FROM answers {_OF_TENANT}"  # noqa: S608 constants
+_HIDE_ANSWER: Final = f"UPDATE answers SET is_found = 0 {_OF_TENANT}"  # noqa: S608 constants
+_UPDATE_ANSWER: Final = f"UPDATE answers SET answer = ?, row_digest = ? {_OF_TENANT}"  # noqa: S608
 _SELECT_ANSWERS: Final = f"""
     SELECT {is_intact_in_sql("answers")},
         id, tenant, kind, previous, is_found, items, asked, answer FROM answers ORDER BY seq
@@ -234,9 +238,9 @@ class ResponseStore:
                 del responses.by_item_id[item]
         freed = responses.release(response)
         if self.journal is not None and freed:
-            self.journal.drop(freed_response.id for freed_response in freed)
+            self.journal.drop(tenant, (freed_response.id for freed_response in freed))
         elif self.journal is not None:
-            self.journal.hide(id_)
+            self.journal.hide(tenant, id_)
         if not responses.by_id:
             del self.responses_by_tenant[tenant]
 
@@ -249,7 +253,7 @@ class ResponseStore:
         if self.journal is not None:
             self.journal.put(tenant, new_responses, new)
             freed_ids = {response.id for response in freed_responses}
-            self.journal.drop(freed_ids - {new.id})
+            self.journal.drop(tenant, freed_ids - {new.id})
         self.evict(new)
 
 
@@ -344,7 +348,7 @@ class Tenant(Frozen):
             RecordsError: the database cannot be written; the response stays.
         """
         if self.store.journal is not None:
-            await asyncio.wrap_future(self.store.journal.hide(id_))
+            await asyncio.wrap_future(self.store.journal.hide(self.name, id_))
         self.remove(id_)
 
     @property
@@ -383,27 +387,31 @@ class Journal:
             )
             for response in reversed(added)
         ]
-        self._write(lambda db: db.executemany(_INSERT_ANSWER, rows))
+        ids = [(response.id, tenant) for response in added]
+
+        def write(db: Connection) -> None:
+            db.executemany(_DELETE_ANSWER, ids)
+            db.executemany(_INSERT_ANSWER, rows)
+
+        self._write(write)
 
     def change(self, tenant: str, response: StoredResponse, answer: bytes) -> None:
         """Replace the JSON of a stored response in the database."""
-        values = (answer, _digest(tenant, response, answer), response.id)
+        values = (answer, _digest(tenant, response, answer), response.id, tenant)
         self._write(lambda db: db.execute(_UPDATE_ANSWER, values))
 
-    def hide(self, id_: str) -> Future[Any]:
+    def hide(self, tenant: str, id_: str) -> Future[Any]:
         """Make a stored response in the database unavailable to clients.
 
         Its row stays for the responses that continue it.
         """
-        return self._write(
-            lambda db: db.execute("UPDATE answers SET is_found = 0 WHERE id = ?", (id_,))
-        )
+        return self._write(lambda db: db.execute(_HIDE_ANSWER, (id_, tenant)))
 
-    def drop(self, ids: Iterable[str]) -> None:
+    def drop(self, tenant: str, ids: Iterable[str]) -> None:
         """Delete responses from the database."""
-        rows = [(id_,) for id_ in ids]
+        rows = [(id_, tenant) for id_ in ids]
         if rows:
-            self._write(lambda db: db.executemany("DELETE FROM answers WHERE id = ?", rows))
+            self._write(lambda db: db.executemany(_DELETE_ANSWER, rows))
 
     async def load(self, store: ResponseStore, end: Callable[[bytes], bytes | None]) -> None:
         """Restore the database's responses into an empty store, within the store's limits.
@@ -417,6 +425,7 @@ class Journal:
             _logger.error("Stored answers are not there: %s", error)  # noqa: TRY400 the sentence is enough
             return
         responses: dict[str, StoredResponse] = {}
+        tenants: dict[str, str] = {}  # by id of a response
         for id_, tenant, kind, previous_id, is_found, *content in rows:
             if content == _DAMAGED:
                 responses[id_] = _placeholder(id_, kind)
@@ -434,6 +443,7 @@ class Journal:
                 kind=kind,
             )
             responses[id_] = response
+            tenants[id_] = tenant
             if ended_answer is not None:
                 self.change(tenant, response, ended_answer)
             if is_found and store.max_responses:
@@ -443,7 +453,9 @@ class Journal:
             self._log_incomplete(responses.values())
         with store.lock:
             if not is_damaged:  # a damaged response may continue a response that seems unused
-                self.drop(id_ for id_, response in responses.items() if not response.num_holders)
+                for id_, response in responses.items():
+                    if not response.num_holders:
+                        self.drop(tenants[id_], (id_,))
             store.evict(None)
 
     def _log_incomplete(self, responses: Iterable[StoredResponse]) -> None:

@@ -158,9 +158,12 @@ class EventStream:
                     if data:
                         yield data
         except Exception as error:  # a response that has begun can only end with an error event
+            explained = error if recorder is None else recorder.explain(error)
             if not self._has_begun:
-                raise
-            reported = report(error, scope)
+                if explained is error:
+                    raise
+                raise explained from error
+            reported = report(explained, scope)
             if recorder is not None and isinstance(reported, EngineStoppedError):
                 yield recorder.loss(reported)  # the response has not failed: it continues elsewhere
             else:

@@ -10,6 +10,9 @@ had at the first server.
 from __future__ import annotations
 
 import hashlib
+import logging
+import math
+import re
 import time
 from base64 import b64decode, b64encode
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -19,6 +22,7 @@ from msgspec.structs import replace
 
 from twostroke.core.errors import RequestError, TwostrokeError
 from twostroke.core.frozen import Frozen
+from twostroke.core.request import FinishReason
 from twostroke.engine.output import Output, Timings  # noqa: TC001 - read by msgspec
 from twostroke.engine.process.messages import encode
 from twostroke.engine.resumption import DeliveredAnswer
@@ -34,6 +38,10 @@ if TYPE_CHECKING:
     from twostroke.server.generation.events import Event
     from twostroke.server.generation.job import EncodedJob
     from twostroke.server.generation.protocol import ResponseInfo
+
+
+_RESPONSE_ID: Final = re.compile(r"[a-z]*[-_]?[0-9a-f]{32}")
+_logger = logging.getLogger("twostroke.serve")
 
 
 class StreamOrigin(Frozen, array_like=True):
@@ -99,10 +107,13 @@ class StreamReplay(Frozen):
             records = [_decoder.decode(b64decode(line, validate=True)) for line in lines]
         except (ValueError, msgspec.MsgspecError):
             raise RequestError("The records of the stream are damaged.") from None
-        if records[0].origin is None:
+        origin = records[0].origin
+        if origin is None:
             raise RequestError("The records of the stream have no beginning.")
+        if _RESPONSE_ID.fullmatch(origin.response_id) is None:
+            raise RequestError("The records of the stream have an impossible id.")
         outputs = [output for record in records for output in record.outputs]
-        return cls(records[0].origin, outputs, records[-1].num_events)
+        return cls(origin, outputs, records[-1].num_events)
 
     def check(self, answer_key: bytes, num_prompts: Sequence[int]) -> None:
         """Check that this server gives the same answers, and that the outputs are possible.
@@ -124,6 +135,7 @@ class StreamReplay(Frozen):
             num_output[index] += len(output.token_ids)
             if output.finish_reason is not None:
                 ended_answers.add(index)
+                _check_end(output)
             if usage is not None and (
                 usage.prompt_tokens != num_prompts[index]
                 or not 0 <= usage.completion_tokens <= num_output[index]
@@ -156,6 +168,7 @@ class StreamRecorder:
         self._num_events = 0
         self._outputs: list[Output] = []
         self._origin: StreamOrigin | None = None
+        self._has_own_output = False
 
     def begin(self, info: ResponseInfo, encoded: EncodedJob, numerics: str) -> None:
         """Choose the seed of the answers; check that this server can continue the replay, if any.
@@ -201,7 +214,20 @@ class StreamRecorder:
         if self._num_replayed:
             self._num_replayed -= 1
         else:
+            self._has_own_output = True
             self._outputs.append(output)
+
+    def explain(self, error: Exception) -> Exception:
+        """Return the error to report for an `error` of the stream.
+
+        If reading replayed outputs raised an unexpected error, the records are the cause: another
+        server would not have made events of them either.
+        """
+        is_expected = self.replay is None or self._has_own_output
+        if is_expected or isinstance(error, TwostrokeError):
+            return error
+        _logger.warning("The records of a stream cannot be read.", exc_info=error)
+        return RequestError("The records of the stream are damaged.")
 
     def write(self, events: Sequence[Event], write: Callable[[Event], bytes]) -> bytes:
         """Return the bytes of events that the client does not have, and a record of them."""
@@ -224,6 +250,21 @@ class StreamRecorder:
         request's own, and end the stream for the client.
         """
         return LOST_MARK + error.code.encode() + self._line_end
+
+
+def _check_end(output: Output) -> None:
+    """Check that the last output of an answer has all that events are made of.
+
+    Raises:
+        RequestError: something is missing.
+    """
+    usage, timings = output.usage, output.timings
+    is_whole = output.finish_reason in {FinishReason.STOP, FinishReason.LENGTH}
+    if usage is None or timings is None or not is_whole or output.error is not None:
+        raise RequestError("The records of the stream have an answer without its usage.")
+    times_s = (timings.arrival_s, timings.started_s, timings.first_token_s, timings.last_token_s)
+    if not all(map(math.isfinite, times_s)):
+        raise RequestError("The records of the stream have impossible times.")
 
 
 def answer_key(numerics: str, encoded: EncodedJob) -> bytes:

@@ -44,6 +44,7 @@ class ServerLoad(Frozen, kw_only=True):
         keeps_files: whether the server has files and batches.
         trusts_sender: whether the request had a router's key, whose sender may name tenants.
         takes_any_name: whether an unknown model name means the first model.
+        coalesces: whether equal requests in flight are computed once.
     """
 
     status: Annotated[str, Meta(extra_json_schema={"enum": list(SERVER_STATES)})]
@@ -66,6 +67,7 @@ class ServerLoad(Frozen, kw_only=True):
     keeps_files: bool | UnsetType = UNSET
     trusts_sender: bool | UnsetType = UNSET
     takes_any_name: bool | UnsetType = UNSET
+    coalesces: bool | UnsetType = UNSET
 
 
 def split_body(body: bytes, header: str) -> tuple[bytes, list[bytes]]:

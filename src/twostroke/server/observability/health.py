@@ -41,6 +41,8 @@ class HealthReports:
         names: ModelNames,
         is_draining: Callable[[], bool],
         records: Records | None,
+        *,
+        coalesces: bool = True,
     ) -> None:
         """Prepare the reports of a server.
 
@@ -50,6 +52,7 @@ class HealthReports:
             is_draining: returns whether the server refuses new requests, as it stops.
             records: the server's database and file folder; None if it stores no files and
                 batches.
+            coalesces: whether equal requests in flight are computed once.
         """
         self._engine = engine
         self._names = names
@@ -57,6 +60,7 @@ class HealthReports:
         pool_engines = list(engine.engines.values()) if isinstance(engine, ModelPool) else []
         self._engines: list[ServedEngine] = [*pool_engines] or [engine]
         self._keeps_files = records is not None
+        self._coalesces = coalesces
         self._name = names.served_names[0]
         self._start_id = secrets.token_hex(8)
         self._last_status = Health.READY.value
@@ -146,6 +150,7 @@ class HealthReports:
             keeps_files=self._keeps_files,
             trusts_sender=served_of(request.scope).is_from_router,
             takes_any_name=self._names.takes_any,
+            coalesces=self._coalesces,
         )
         return to_json(body)
 
