@@ -5,9 +5,10 @@ PYTHONPATH=src:tests .venv-oracle/bin/python tests/oracle/train_recurrent.py \\
 
 Random weights hide errors of recurrent layers: their decays forget all but a few tokens. Training
 gives decays, gates and strengths the values of a model that remembers, and attention sinks a share
-of the softmax (gpt-oss). A model is read twice, as the folder that transformers writes and as a
-GGUF file. The reference backend must agree with transformers in float32, and the cpu backend nearly
-so. Experts in MXFP4, as published, are compared on both backends.
+of the softmax (gpt-oss). At this length, scaled RoPEs and attention temperatures matter, too. A
+model is read twice, as the folder that transformers writes and as a GGUF file. The reference
+backend must agree with transformers in float32, and the cpu backend nearly so. Experts in MXFP4, as
+published, are compared on both backends.
 """
 
 from __future__ import annotations
@@ -66,6 +67,10 @@ SIZES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "granite-hybrid-experts": ({}, {"mamba_expand": 1}),
     "nemotron-h": ({}, {}),
     "nemotron-h-experts": ({}, {}),
+    "granite": ({}, {}),
+    "smollm3": ({}, {}),
+    "ministral3": ({}, {}),
+    "minimax-m2": ({}, {}),
 }
 # The ends of the names of weights that training must move.
 WATCHED = ("A_log", "dt_bias", "sinks", "conv.conv.weight")
@@ -156,7 +161,8 @@ def train(model: Any, seconds: float) -> None:
     last = losses[-10:]
     print(
         f"{len(losses)} steps of {BATCH * TRAINED_TOKENS} tokens, loss {losses[0]:.2f} to "
-        f"{sum(last) / len(last):.2f} per byte; decays or sinks moved by up to {max(changes):.2f}",
+        f"{sum(last) / len(last):.2f} per byte"
+        + (f"; decays or sinks moved by up to {max(changes):.2f}" if changes else ""),
         flush=True,
     )
 
