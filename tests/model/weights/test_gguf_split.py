@@ -81,6 +81,8 @@ def test_a_merged_file_is_read_alone(tmp_path: Path, count: int) -> None:
 
 def test_a_folder_with_one_set_of_parts_is_loaded(tmp_path: Path) -> None:
     first = write_tiny_split(tmp_path, TINY)
+    write_tiny_gguf(tmp_path / "mmproj-tiny-f16.gguf", TINY)
+    write_tiny_gguf(tmp_path / "tiny.imatrix.gguf", TINY)
     assert load_path(tmp_path).path == first
     write_tiny_gguf(tmp_path / "other.gguf", TINY)
     message = refusal(tmp_path, ModelNotFoundError)

@@ -176,7 +176,14 @@ def test_a_safetensors_file_is_read_with_the_folder_around_it(tmp_path: Path) ->
         ({"llama.block_count": 3}, "lacks tensor 'blk.2.attn_norm.weight'"),
         ({"llama.block_count": 1}, "tensor 'blk.1.attn_k.weight', which the family"),
         ({"llama.block_count": 2.0}, "llama.block_count = 2.0, not a whole number"),
-        ({"llama.attention.head_count": [4, 4]}, "head_count = a list, not a whole number"),
+        ({"llama.attention.head_count": [4, 2]}, "head_count = a list, not a whole number"),
+        ({"general.architecture": "clip"}, "reads pictures or sound, not a language model"),
+        ({"general.type": "mmproj"}, "reads pictures or sound, not a language model"),
+        ({"general.type": "adapter"}, "is an adapter, not a language model"),
+        (
+            {"general.type": "imatrix", "general.architecture": None},
+            "is an importance matrix, not a language model",
+        ),
         ({"llama.attention.head_count_kv": 3}, "4 heads, not a multiple of its 3 key-value"),
         ({"llama.attention.value_length": 8}, "value_length = 8, which is not supported yet"),
         (
@@ -313,6 +320,18 @@ def test_the_real_model_is_translated(smollm2_path: Path) -> None:
     )
     assert (model.bos_token_id, model.eos_token_ids) == (1, (2,))
     assert model.licence == "apache-2.0"
+
+
+def test_a_list_of_equal_numbers_is_one_number(tmp_path: Path) -> None:
+    keys = {
+        "llama.attention.head_count": [4, 4],
+        "llama.attention.head_count_kv": [2, 2],
+        "llama.feed_forward_length": [128, 128],
+    }
+    expected = load_path(write_tiny_gguf(tmp_path / "one.gguf"), name="tiny").spec
+    assert (
+        load_path(write_tiny_gguf(tmp_path / "two.gguf", None, keys), name="tiny").spec == expected
+    )
 
 
 def test_too_little_address_space_is_a_memory_error(

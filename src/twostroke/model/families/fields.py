@@ -67,9 +67,13 @@ class Fields(Frozen):
     def integer(self, key: str, high: int, *, low: int = 1, default: Any = _REQUIRED) -> int:
         """Return the whole number at a metadata key, from `low` to `high`.
 
-        If the key is missing, return `default`, or raise ModelFormatError without one.
+        A list of equal numbers, one for each layer, counts as one number, since some converters
+        write such lists for every model. If the key is missing, return `default`, or raise
+        ModelFormatError without one.
         """
         value = self._value(key, default)
+        if isinstance(value, list) and value and all(item == value[0] for item in value):
+            value = value[0]
         if type(value) is not int or not low <= value <= high:
             self.refuse(key, f"not a whole number from {low} to {high}")
         return value

@@ -38,9 +38,13 @@ _QUANTIZATION = re.compile(
     re.IGNORECASE,
 )
 _TEMPLATE = re.compile(r"(?:additional_)?chat_templates/[^/]+\.jinja")
-# GGUF files that are not models: image projectors, importance matrices.
 _COMPANION = re.compile(r"(^|[-_./])(mmproj|imatrix)", re.IGNORECASE)
 _MAX_LISTED = 12
+
+
+def is_companion(path: str) -> bool:
+    """Whether a GGUF file only accompanies a model: an image projector or importance matrix."""
+    return _COMPANION.search(path) is not None
 
 
 class RepoFile(Frozen):
@@ -153,7 +157,7 @@ _Model = tuple[RepoFile, ...]
 def _gguf_models(files: Sequence[RepoFile]) -> list[_Model]:
     models: dict[str, _Model] = {}
     for file in sorted(files, key=lambda file: file.path):
-        if file.path.lower().endswith(".gguf") and not _COMPANION.search(file.path):
+        if file.path.lower().endswith(".gguf") and not is_companion(file.path):
             split = _SPLIT.fullmatch(file.path)
             key = f"{split['stem']} {split['count']}" if split else file.path
             models[key] = (*models.get(key, ()), file)

@@ -6,7 +6,7 @@ A loaded model has exactly the weights that its Program reads.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from msgspec.structs import replace
 
@@ -17,6 +17,7 @@ from twostroke.core.message_text import counted_noun
 from twostroke.model.families import ARCHITECTURES, MODEL_TYPES, build_program
 from twostroke.model.families.fields import MAX_LAYERS, Fields
 from twostroke.model.families.rope import ROPE_TABLES
+from twostroke.model.hub.file_selection import is_companion
 from twostroke.model.weights.file_names import (
     FileNames,
     by_canonical_name,
@@ -101,7 +102,8 @@ def peek_family(path: Path, name: str) -> str | None:
 
 
 def _only_gguf(folder: Path) -> Path:
-    gguf_files = sorted({first_part(path) for path in folder.glob("*.gguf")})
+    all_files = sorted({first_part(path) for path in folder.glob("*.gguf")})
+    gguf_files = [path for path in all_files if not is_companion(path.name)] or all_files
     if len(gguf_files) == 1:
         return gguf_files[0]
     if gguf_files:
@@ -149,11 +151,28 @@ def _load_gguf(path: Path, name: str | None, licence: str | None) -> LoadedModel
     )
 
 
+# What GGUF files of other types hold (llama.cpp, gguf-py/gguf/constants.py, GGUFType).
+_OTHER_FILES: Final = {
+    "adapter": "an adapter",
+    "imatrix": "an importance matrix",
+    "mmproj": "the part of a model that reads pictures or sound",
+}
+
+
+def _refuse_other_files(fields: Fields) -> None:
+    """Raise ModelFormatError for a GGUF file that holds no language model, and say what it is."""
+    kind = "mmproj" if fields.value("general.architecture") == "clip" else None
+    kind = kind or fields.value("general.type")
+    if isinstance(kind, str) and kind in _OTHER_FILES:
+        fields.fault(f"is {_OTHER_FILES[kind]}, not a language model: give the model's own file")
+
+
 def _gguf_family(fields: Fields, unsupported: Mapping[str, str]) -> str:
     """Return the architecture that a GGUF file names, such as "llama".
 
     Raises ModelFormatError if the architecture or a number format is not supported.
     """
+    _refuse_other_files(fields)
     architecture = fields.text("general.architecture")
     if architecture not in ARCHITECTURES:
         refuse_architecture(fields, architecture, ARCHITECTURES)
