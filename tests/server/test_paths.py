@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
+
+from support.servers import chat_body
 
 if TYPE_CHECKING:
     from support.servers import LiveServer
@@ -83,3 +87,41 @@ def test_models_are_not_deleted_over_http(server: LiveServer) -> None:
     response = server.http.delete("/v1/models/tiny")
     assert response.status_code == 405
     assert "twostroke rm" in response.json()["error"]["message"]
+
+
+def post(url: str, body: dict[str, Any]) -> httpx.Response:
+    """Post to a path that the OpenAPI document need not describe."""
+    return httpx.post(url, json=body, timeout=20, trust_env=False)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/chat/completions/",
+        "//v1/chat/completions",
+        "/v1//chat/completions//",
+        "/v1/v1/chat/completions",
+        "//chat/completions",
+        "/v1/v1/v1/chat/completions?api-version=1",
+    ],
+)
+def test_paths_of_base_urls_with_a_slash_or_version_too_many_are_served(
+    server: LiveServer, path: str
+) -> None:
+    response = post(server.url + path, chat_body())
+    assert response.status_code == 200, response.text
+    assert response.json()["object"] == "chat.completion"
+
+
+def test_a_doubled_version_is_anthropics_too(server: LiveServer) -> None:
+    fields = {"max_tokens": 1, "messages": [{"role": "user", "content": "hello"}]}
+    response = post(f"{server.url}/v1/v1/messages", fields)
+    assert response.json()["type"] == "message"
+    assert post(f"{server.url}/v1/v1/messages", {}).json()["type"] == "error"
+
+
+def test_a_byte_order_mark_before_a_body_is_skipped(server: LiveServer) -> None:
+    headers = {"content-type": "application/json"}
+    body = json.dumps(chat_body()).encode("utf-8-sig")
+    response = server.http.post("/v1/chat/completions", content=body, headers=headers)
+    assert response.status_code == 200, response.text

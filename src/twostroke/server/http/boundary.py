@@ -38,6 +38,7 @@ ALIASES: Final = {
     "/responses": "/v1/responses",
     "/v1/health": "/health",
 }
+_SLASHES = re.compile("/{2,}")
 _SAFE_ID = re.compile(r"[A-Za-z0-9._:+/=@-]{1,128}")
 _logger = logging.getLogger("twostroke.serve")
 
@@ -141,8 +142,7 @@ class Boundary:
 def _begin(scope: Scope, body_memory: BodyMemory) -> ServedRequest:
     """Create the `ServedRequest` for a new request, in which all layers note facts.
 
-    In the scope, an alias of the path is replaced by the path itself, and a slash at its end is
-    removed.
+    In the scope, an alias of the path is replaced by the path itself.
     """
     to_origin_form(scope)
     headers = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}
@@ -150,7 +150,7 @@ def _begin(scope: Scope, body_memory: BodyMemory) -> ServedRequest:
     if not _SAFE_ID.fullmatch(request_id):
         request_id = f"req-{secrets.token_hex(16)}"
     path = scope["path"]
-    client_path = path[:-1] if len(path) > 1 and path.endswith("/") else path
+    client_path = _without_repeats(path)
     scope["path"] = ALIASES.get(client_path, client_path)
     request = ServedRequest(
         request_id,
@@ -165,6 +165,17 @@ def _begin(scope: Scope, body_memory: BodyMemory) -> ServedRequest:
     else:
         request.body_memory = body_memory
     return request
+
+
+def _without_repeats(path: str) -> str:
+    """Return a path without a slash at its end, doubled slashes and a doubled `/v1`.
+
+    Clients send them if their base URL ends with a slash, or with the `/v1` that they add.
+    """
+    path = _SLASHES.sub("/", path)
+    while path.startswith("/v1/v1/"):
+        path = path.removeprefix("/v1")
+    return path[:-1] if len(path) > 1 and path.endswith("/") else path
 
 
 def to_origin_form(scope: Scope) -> None:

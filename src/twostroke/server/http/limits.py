@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from starlette.requests import ClientDisconnect
 
+from twostroke.core.files import BYTE_ORDER_MARK
 from twostroke.core.frozen import Frozen
 from twostroke.core.message_text import counted_noun
 from twostroke.server.http.body_limits import FREE_BYTES
@@ -144,6 +145,8 @@ async def body_of(request: Request, limits: RequestLimits) -> AsyncIterator[byte
         body_memory.check(tenant, max(0, int(length) - FREE_BYTES))
     try:
         await receive_json(request, take, limits.max_body_bytes, limits.body_timeout_s)
+        if body.startswith(BYTE_ORDER_MARK):  # clients on Windows write it
+            del body[: len(BYTE_ORDER_MARK)]
         complete_body = bytes(body)
         body.clear()  # otherwise the block would hold the bytes twice
         yield complete_body
