@@ -138,3 +138,8 @@ def test_folders_and_files_of_one_vocabulary_have_the_same_ids(tmp_path: Path, n
     ours, theirs = from_gguf(plain), from_tokenizer_json(tmp_path)
     for text in ("yes no", " Paris is the", "é日本\n\n", '{"name": "x"}'):
         assert ours.encode(text) == theirs.encode(text)
+
+
+def test_null_is_no_list_of_added_tokens(tmp_path: Path) -> None:
+    config = {"added_tokens_decoder": None, "additional_special_tokens": None, "unk_token": UNK}
+    assert tokenizer_of(tmp_path, tokenizer_config=config).named_texts["unk_token"] == UNK

@@ -379,3 +379,34 @@ def test_a_folder_with_only_an_adapter_says_so(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ModelNotFoundError, match="is an adapter"):
         load_path(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"temperature": 0.5,}', b"\xff\xfe{"])
+def test_a_damaged_generation_config_is_left_out(
+    content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_tiny_folder(tmp_path / "tiny")
+    (folder / "generation_config.json").write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        model = load_path(folder)
+    assert "generation_config.json" in caplog.text
+    assert model.eos_token_ids == (2,)  # from config.json
+    assert build_tokenizer(model).eos_ids
+
+
+@pytest.mark.parametrize("index", ["", "{}", '{"weight_map": {"a": "model-00001-of-00002.st"}}'])
+def test_an_index_beside_a_whole_file_is_not_read(index: str, tmp_path: Path) -> None:
+    folder = write_tiny_folder(tmp_path / "tiny")
+    (folder / "model.safetensors.index.json").write_text(index)
+    assert load_path(folder).spec.num_layers == 2
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json"])
+def test_a_tokenizer_of_another_kind_is_named(name: str, tmp_path: Path) -> None:
+    folder = write_tiny_folder(tmp_path / "tiny")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelNotFoundError, match=r"has no tokenizer.json\.$"):
+        load_path(folder)
+    (folder / name).write_text("{}")
+    with pytest.raises(ModelNotFoundError, match=rf"no tokenizer.json, and {name} is not read"):
+        load_path(folder)

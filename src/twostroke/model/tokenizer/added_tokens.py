@@ -53,7 +53,7 @@ def read_added_tokens(
     """
     entries = description.get("added_tokens") or ()
     own_tokens = [_own_token(entry) for entry in entries]
-    if "added_tokens_decoder" in config:
+    if config.get("added_tokens_decoder") is not None:
         special_map = {}
         by_id = {_id_of(id_): entry for id_, entry in config["added_tokens_decoder"].items()}
     else:  # an older folder

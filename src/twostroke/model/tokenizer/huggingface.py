@@ -293,7 +293,10 @@ def _piece_bytes(description: dict[str, Any]) -> Callable[[str], bytes]:
 
 def _configured_ends(folder: Path) -> Iterator[int]:
     for name in ("generation_config.json", "config.json"):
-        value = _read_json_object(folder / name).get("eos_token_id")
+        try:
+            value = _read_json_object(folder / name).get("eos_token_id")
+        except ModelFormatError:  # who loads the model refuses the file or leaves it out
+            continue
         for id_ in value if isinstance(value, list) else [value]:
             if isinstance(id_, int) and not isinstance(id_, bool):
                 yield id_

@@ -54,6 +54,7 @@ T = TypeVar("T")
 
 _INDEX_NAME = "model.safetensors.index.json"
 _GENERATION_NAME = "generation_config.json"
+_OTHER_TOKENIZERS = ("tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json")
 _SHARD = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
 _LAYER = re.compile(r"(?:blk|model\.layers)\.(\d{1,4})\.")
 
@@ -222,9 +223,9 @@ def _load_folder(
     refuse_unsupported(source, unsupported)
     tokenizer = folder / "tokenizer.json"
     if not tokenizer.is_file():
-        raise ModelNotFoundError(f"{str(folder)!r} has no tokenizer.json.")
+        raise _missing_tokenizer(folder)
     tokenizer_config = _optional_json(folder / "tokenizer_config.json")
-    generation_config = Fields(_GENERATION_NAME, _optional_json(folder / _GENERATION_NAME))
+    generation_config = Fields(_GENERATION_NAME, _read_generation_config(folder))
     bos = fields.token_ids("bos_token_id", spec.vocab_size)
     return LoadedModel(
         name=spec.name,
@@ -248,9 +249,10 @@ def _folder_weights(folder: Path, weights: Path | None) -> tuple[str, WeightFile
 
     A folder without an index must have one weight file, or all shards of one model.
     """
-    if weights is None and is_there(folder / _INDEX_NAME):
+    single_file = folder / "model.safetensors"  # as in transformers, it hides an index
+    if weights is None and is_there(folder / _INDEX_NAME) and not single_file.is_file():
         return _INDEX_NAME, read_sharded(folder / _INDEX_NAME)
-    weights = weights or folder / "model.safetensors"
+    weights = weights or single_file
     candidates = sorted(path for path in folder.glob("*.safetensors") if "adapter" not in path.name)
     if weights.exists() or not candidates:
         if not weights.exists() and any(folder.glob("*.bin")):
@@ -301,6 +303,29 @@ def _folder_eos_ids(config: Fields, generation: Fields, vocab_size: int) -> tupl
 
 def _optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if is_there(path) else {}
+
+
+def _read_generation_config(folder: Path) -> dict[str, Any]:
+    """Return a folder's `generation_config.json`; empty if it is missing or damaged."""
+    try:
+        return _optional_json(folder / _GENERATION_NAME)
+    except ModelFormatError as error:
+        notice(f"{str(error).rstrip('.')}, so it is left out: defaults replace its values.")
+        return {}
+
+
+def _missing_tokenizer(folder: Path) -> ModelNotFoundError:
+    """Return an error about a folder without tokenizer.json; it names a tokenizer of another kind.
+
+    Such tokenizers are SentencePiece's, Mistral's, tiktoken's and the older files of GPT-2.
+    """
+    others = [name for name in _OTHER_TOKENIZERS if (folder / name).is_file()]
+    if not others:
+        return ModelNotFoundError(f"{str(folder)!r} has no tokenizer.json.")
+    return ModelNotFoundError(
+        f"{str(folder)!r} has no tokenizer.json, and {others[0]} is not read: write one with "
+        "save_pretrained of transformers' AutoTokenizer, or use a GGUF file of the model."
+    )
 
 
 def _num_extra_layers(fields: Fields, family: Family, files: WeightFiles) -> int:
