@@ -161,7 +161,7 @@ _OTHER_FILES: Final = {
 
 
 def _refuse_other_files(fields: Fields) -> None:
-    """Raise ModelFormatError for a GGUF file that holds no language model, and say what it is."""
+    """Raise ModelFormatError for a GGUF file that holds no language model, and name its kind."""
     kind = "mmproj" if fields.value("general.architecture") == "clip" else None
     kind = kind or fields.value("general.type")
     if isinstance(kind, str) and kind in _OTHER_FILES:
