@@ -6,18 +6,22 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec.structs import replace
 
 from support.tiny import infill_metadata, write_base_gguf, write_tiny_gguf
 from twostroke import LLM, EngineOptions, SamplingParams
 from twostroke.cli.generate import _prompt
 from twostroke.core.errors import UsageError
 from twostroke.core.options import CacheOptions
+from twostroke.engine.redraw import EncodedPrompt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from conftest import Ran
+    from twostroke.engine.client import Client
+    from twostroke.engine.output import Output
 
     Cli = Callable[..., Ran]
 
@@ -64,6 +68,32 @@ def test_json_is_one_object_as_promised(
         "mbu",
     ]
     assert all(value > 0 for value in body["timings"].values())
+
+
+def test_marks_around_the_answer_are_not_shown(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As models with `<response>` in their chat template, such as Granite 3.3, write them."""
+    template = (
+        "{% for m in messages %}{{ m.role }}: "
+        "{% if m.role == 'assistant' %}<response>{{ m.content }}</response>"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    model = write_tiny_gguf(tmp_path / "marks.gguf", metadata={"tokenizer.chat_template": template})
+    stream = EncodedPrompt.stream
+
+    def answer_in_marks(prompt: EncodedPrompt, client: Client) -> Iterator[Output]:
+        first, *middle, last = stream(prompt, client)
+        yield replace(first, text="<resp")
+        yield from (replace(output, text="") for output in middle)
+        yield replace(last, text="onse>So.</response>")
+
+    monkeypatch.setattr(EncodedPrompt, "stream", answer_in_marks)
+    arguments = ("generate", str(model), "-p", "hello", *GREEDY)
+    assert json.loads(cli(*arguments, "--json").out)["text"] == "So."
+    assert cli(*arguments, "--quiet").out == "So.\n"
+    assert cli(*arguments, "--raw", "--quiet").out == "<response>So.</response>\n"
 
 
 def test_what_was_not_measured_is_null(cli: Cli, tiny: str) -> None:

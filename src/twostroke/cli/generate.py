@@ -28,14 +28,16 @@ from twostroke.cli.terminal import printable
 from twostroke.core.errors import ContextLengthError, Field, SchemaMissError, UsageError
 from twostroke.core.json_io import encode_json
 from twostroke.core.message_text import counted_noun
+from twostroke.core.request import FinishReason
 
 if TYPE_CHECKING:
     from twostroke.core.request import Hints
     from twostroke.core.sampling import SamplingParams
+    from twostroke.engine.chat.content_marks import ContentMarks, UnmarkedText
     from twostroke.engine.counters import PrefillDecodeTotals
     from twostroke.engine.engine import Engine
     from twostroke.engine.model_card import ModelCard
-    from twostroke.engine.output import Completion, Usage
+    from twostroke.engine.output import Completion, Output, Usage
 
 _HOW_TO_PROMPT = "give one with -p TEXT, -f FILE, or on standard input."
 
@@ -103,9 +105,9 @@ def command(**values: Any) -> None:
 
     with open_engine(model, options, quiet=quiet or as_json) as engine:
         card = replace(engine.card, parses_special=parse_special)
-        tokens, params = _encode(card, text, params, system, suffix, raw=raw)
+        tokens, params, marks = _encode(card, text, params, system, suffix, raw=raw)
         hints = to_hints(engine.card, "auto", prediction)
-        completion = _run(engine, tokens, params, hints, show=not as_json)
+        completion = _run(engine, tokens, params, hints, marks, show=not as_json)
         phase_totals = engine.client.loop.snapshot().phases
     if not quiet or as_json:
         _report(engine, completion, phase_totals, as_json=as_json)
@@ -183,8 +185,10 @@ def _encode(
     suffix: str,
     *,
     raw: bool,
-) -> tuple[list[int], SamplingParams]:
+) -> tuple[list[int], SamplingParams, ContentMarks | None]:
     """Return the token ids of the prompt, and the sampling parameters of its answer.
+
+    Also returns the marks around the text of the answer, if the model writes such marks.
 
     The prompt is a user's message; or a text to continue with `raw` or without a chat template; or
     a text before a gap with a `suffix`. Chat templates and gaps add to the sampling parameters.
@@ -204,8 +208,9 @@ def _encode(
             )
             raise UsageError(f"--system needs a chat template, and {reason}.")
         if suffix:
-            return encode_infill_prompt(card, text, suffix), with_infill_end_ids(card, params)
-        return encode_text(card, text), params
+            tokens = encode_infill_prompt(card, text, suffix)
+            return tokens, with_infill_end_ids(card, params), None
+        return encode_text(card, text), params, None
     if card.chat_template.refusal is not None:
         reason = card.chat_template.refusal
         raise UsageError(f"{card.name} cannot chat: {reason} --raw continues a text instead.")
@@ -214,22 +219,36 @@ def _encode(
     messages = [{"role": "system", "content": system}] if system is not None else []
     # Files and `echo` end in a newline that is not part of the message.
     message = {"role": "user", "content": text.removesuffix("\n")}
-    return encode_turn(card, [*messages, message], params)[:2]
+    tokens, params, _, marks = encode_turn(card, [*messages, message], params)
+    return tokens, params, marks
 
 
 def _run(
-    engine: Engine, tokens: list[int], params: SamplingParams, hints: Hints, *, show: bool
+    engine: Engine,
+    tokens: list[int],
+    params: SamplingParams,
+    hints: Hints,
+    marks: ContentMarks | None,
+    *,
+    show: bool,
 ) -> Completion:
-    """Generate the answer to the prompt's tokens; with `show`, print its text as it arrives."""
+    """Generate the answer to the prompt's tokens; with `show`, print its text as it arrives.
+
+    The text is without `marks`, which some models write around it.
+    """
+    from twostroke.engine.chat.content_marks import UnmarkedText
     from twostroke.engine.client import Caller
     from twostroke.engine.output import join
     from twostroke.engine.redraw import EncodedPrompt, with_seed
 
     safe = printable if sys.stdout.isatty() else str
     outputs = []
-    prompt = EncodedPrompt(tokens, with_seed(params), Caller(), hints)
+    stream = EncodedPrompt(tokens, with_seed(params), Caller(), hints).stream(engine.client)
+    if marks is not None:
+        unmarked = UnmarkedText(marks, params.preface)
+        stream = (_without_marks(output, unmarked) for output in stream)
     try:
-        for output in prompt.stream(engine.client):
+        for output in stream:
             outputs.append(output)
             if show:
                 sys.stdout.write(safe(output.text))
@@ -241,6 +260,14 @@ def _run(
             sys.stdout.write("\n")
             sys.stdout.flush()
     return join(outputs)
+
+
+def _without_marks(output: Output, unmarked: UnmarkedText) -> Output:
+    """Return an output of the engine without the marks around the answer's text."""
+    text = unmarked.feed(output.text)
+    if output.finish_reason is not None:
+        text += unmarked.finish(is_cut=output.finish_reason is FinishReason.LENGTH)
+    return replace(output, text=text)
 
 
 def _context_length_error(

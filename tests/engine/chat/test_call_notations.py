@@ -136,6 +136,22 @@ def read(
     )
 
 
+@pytest.mark.parametrize("kind", [CONTROL, None])
+@pytest.mark.parametrize(
+    "id_", ["0", "b462b4f8", "call_000001", "chatcmpl-tool-1", "functions.f:0"]
+)
+def test_the_grammar_allows_every_id_that_the_model_makes_up(id_: str, kind: int | None) -> None:
+    schemas = {"f": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+    is_allowed = checker(tool_form("solar", schemas, is_forced=True, kind=kind))
+    call = FORMS["solar"].write([("f", '{"a": 1}')])
+    own_id = FORMS["solar"].write([("f", "{}")]).split("|>")[2].split("<|")[0]
+    text = call.replace(own_id, id_)
+    assert is_allowed(text)
+    assert read("solar", text, schemas) == ("", [("f", {"a": 1})], True)
+    for damaged_id in ("", "a b", "a<b", "i" * 65):
+        assert not is_allowed(call.replace(own_id, damaged_id))
+
+
 def random_cuts(rng: random.Random, text: str) -> list[int]:
     return sorted(rng.choices(range(len(text) + 1), k=rng.randint(1, 30)))
 

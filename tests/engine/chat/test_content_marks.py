@@ -11,6 +11,7 @@ import pytest
 
 from support import family_templates
 from support.byte_tokenizer import CHATML, byte_metadata
+from twostroke.core.constraint import ReasoningSection
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.chat.call_forms import FORMS
 from twostroke.engine.chat.call_reader import (
@@ -19,6 +20,7 @@ from twostroke.engine.chat.call_reader import (
     ReasoningPiece,
     TextPiece,
 )
+from twostroke.engine.chat.content_marks import ContentMarks, UnmarkedText
 from twostroke.engine.chat.conversation import Chat
 from twostroke.engine.chat.reasoning import Thinking
 from twostroke.engine.chat.tools import Function, Tools
@@ -132,6 +134,28 @@ def test_marks_are_removed_however_the_stream_is_cut(
     for _ in range(30):
         cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randint(1, 9)))
         assert read(answer, text, cuts) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (IN_XML, "42"),
+        (f"<think>Hm.</think>\n{IN_XML}", "<think>Hm.</think>\n\n42"),
+        ("<think>Hm.</think>So.", "<think>Hm.</think>\n\nSo."),
+        ("<think>Hm", "<think>Hm"),
+        ("Use </response> there.", "Use </response> there."),
+    ],
+)
+def test_text_on_the_terminal_keeps_its_reasoning_and_loses_its_marks(
+    text: str, expected: str
+) -> None:
+    for size in (1, 3, len(text)):
+        unmarked = UnmarkedText(
+            ContentMarks("<response>", "</response>"), ReasoningSection("<think>", "</think>")
+        )
+        parts = [text[start : start + size] for start in range(0, len(text), size)]
+        shown = "".join(map(unmarked.feed, parts)) + unmarked.finish(is_cut=False)
+        assert shown == expected, size
 
 
 @pytest.mark.parametrize(

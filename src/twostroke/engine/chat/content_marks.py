@@ -193,5 +193,43 @@ class ContentReader:
         return "" if self._closer is None else _inside(self._closer.finish())
 
 
+class UnmarkedText:
+    """Removes the marks around an answer's text as it arrives, and keeps the reasoning before it.
+
+    The reasoning stays as the model writes it, with its own marks.
+    """
+
+    def __init__(self, marks: ContentMarks, preface: ReasoningSection | None) -> None:
+        """Start at the beginning of an answer; `preface` delimits its reasoning, if it reasons."""
+        self._splitter = None if preface is None else ReasoningSplitter(preface)
+        self._reader = ContentReader(marks)
+        self._follows_reasoning = False
+
+    def feed(self, text: str) -> str:
+        """Add text of the answer; return the text that is certain to be shown."""
+        if self._splitter is None:
+            return self._reader.feed(text)
+        return "".join(self._shown(kind, part) for kind, part in self._splitter.feed(text))
+
+    def finish(self, *, is_cut: bool) -> str:
+        """End the answer; return the rest, without a mark that the limit has cut."""
+        segments = [] if self._splitter is None else self._splitter.finish()
+        shown = "".join(self._shown(kind, part) for kind, part in segments)
+        return shown + self._below_reasoning(self._reader.finish(is_cut=is_cut))
+
+    def _shown(self, kind: SegmentKind, part: str) -> str:
+        if kind is SegmentKind.AFTER:
+            return self._below_reasoning(self._reader.feed(part))
+        self._follows_reasoning = True
+        return part
+
+    def _below_reasoning(self, text: str) -> str:
+        """Return text of the answer, in a new paragraph if the reasoning stands before it."""
+        if not text or not self._follows_reasoning:
+            return text
+        self._follows_reasoning = False
+        return f"\n\n{text}"
+
+
 def _inside(segments: list[tuple[SegmentKind, str]]) -> str:
     return "".join(text for kind, text in segments if kind is SegmentKind.INSIDE)

@@ -40,7 +40,11 @@ _BLANK: Final = r"[\t-\r ]"
 _MAX_UNMARKED_CALLS: Final = 8  # a model that should write text repeats the same call
 _MAX_BLANKS: Final = 9  # before the end of a call without marks
 # Grammar expressions of the placeholders in forms.
-_NUMBERS: Final = {INDEX: "/[0-9]{1,4}/", NUMBER: "/[0-9]{1,4}/", ID: "/[a-z0-9]{10}/"}
+_NUMBERS: Final = {
+    INDEX: "/[0-9]{1,4}/",
+    NUMBER: "/[0-9]{1,4}/",
+    ID: r"/[a-zA-Z0-9_.:\-]{1,64}/",
+}
 _ARGUMENT_KEYS: Final = ("arguments", "parameters")
 # Keywords that tell nothing about arguments.
 _ANNOTATIONS: Final = frozenset(("$schema", "description", "title", "type"))
