@@ -170,9 +170,9 @@ def _check(path: Path, limits: RequestLimits) -> int:
 
 @contextmanager
 def _remote_sender(url: str, max_at_once: int) -> Iterator[tuple[Send, int]]:
-    """Connect to a server; yield a function that sends it a batch request.
+    """Connect to a server, to send it batch requests.
 
-    The second value is the number of requests to send at the same time.
+    Yields (function that sends a batch request, number of requests to send at the same time).
     """
     from twostroke.server.batch.remote import RemoteServer
 
@@ -182,9 +182,9 @@ def _remote_sender(url: str, max_at_once: int) -> Iterator[tuple[Send, int]]:
 
 @contextmanager
 def _local_sender(model: str, values: dict[str, Any], *, quiet: bool) -> Iterator[tuple[Send, int]]:
-    """Start an engine in this process; yield a function that runs a batch request with it.
+    """Start an engine in this process, to run batch requests.
 
-    The second value is the number of requests to run at the same time.
+    Yields (function that runs a batch request, number of requests to run at the same time).
     """
     import asyncio  # commands without an event loop start sooner without it
 

@@ -113,7 +113,10 @@ class LoadBuilder:
         )
 
     def _workload(self, rate: float | None, clients: int | None, count: int | None) -> Workload:
-        """Return the arrivals and lengths of a load of `count` requests; None for the default."""
+        """Return a workload: when its `count` requests arrive, and how long they are.
+
+        `rate` and `clients` set the arrivals. An argument that is None has its default.
+        """
         from twostroke.lab.simulator.load import MAX_REQUESTS, SyntheticWorkload
 
         values = self._values

@@ -84,7 +84,7 @@ def command(**values: Any) -> None:
 def _texts_to_embed(values: Sequence[str], file: str | None) -> tuple[list[str], str]:
     """Return the texts to embed, from the arguments, a file or standard input.
 
-    The second value is a format for the position of a text in errors, such as "Line {} of -f FILE".
+    Returns (texts, format of a text's position in error messages, such as "Line {} of -f FILE").
     """
     position_format = "Text {}" if file is None else "Line {} of -f FILE"
     if values and file is not None:

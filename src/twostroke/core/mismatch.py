@@ -163,10 +163,9 @@ def _find_in_object(value: dict[str, Any], kinds: list[inspect.Type], path: str)
 def _choose_struct(
     value: dict[str, Any], structs: list[inspect.StructType], path: str
 ) -> tuple[inspect.StructType | None, Mismatch | None]:
-    """Return the struct type among `structs` whose tag a JSON object has.
+    """Return the struct type whose tag a JSON object has, or the mismatch if its tag is wrong.
 
-    The second value is None. For a missing or unknown tag, the first value is None, and the second
-    is the mismatch.
+    Returns (struct type, None), or (None, mismatch) for a missing or unknown tag.
     """
     tag_field = structs[0].tag_field
     if tag_field is None or (len(structs) == 1 and tag_field not in value):

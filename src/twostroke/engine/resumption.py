@@ -112,7 +112,7 @@ class ResumptionTotals:
     """
 
     def __init__(self) -> None:
-        """Start without such a call."""
+        """Start with all counts at zero."""
         self.num_resumed = 0
         self.pause_s = 0.0
         self.max_pause_s = 0.0

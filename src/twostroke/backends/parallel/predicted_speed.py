@@ -361,8 +361,7 @@ _COMPUTING_RATIO = 10  # computing takes at least this many times as long as a c
 def measure_link(backend: ParallelBackend, noise_s: float = 0.03) -> LinkSpeed:
     """Measure the speed of the link between idle ranks, and how irregularly the ranks run.
 
-    The second part takes about `noise_s` seconds, the first part the time of a few hundred
-    messages.
+    The speed takes the time of a few hundred messages, the irregularity about `noise_s` seconds.
 
     Raises:
         RanksLostError: a rank ended, or the link broke.

@@ -110,7 +110,7 @@ class EndingMachines:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin without such machines; `clock` returns monotonic seconds."""
+        """Start with no machine to avoid; `clock` returns monotonic seconds."""
         self._clock = clock
         self._noted_s: dict[str, float] = {}  # by the id of the machine
 

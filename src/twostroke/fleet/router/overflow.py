@@ -65,7 +65,7 @@ class NoUpstreamError(GatewayError):
 
 
 class NotAtUpstreamError(RequestError):
-    """Only upstreams have the model of a request, and they cannot answer such a request."""
+    """Only upstreams have the requested model, and they cannot answer this kind of request."""
 
     code = "not_at_upstream"
 

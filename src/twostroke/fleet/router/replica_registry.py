@@ -350,7 +350,7 @@ class ReplicaRegistry:
         return ""
 
     def set_startable(self, models: Iterable[ListedModel]) -> None:
-        """Set which models may have no replica, as the manager of a fleet lists them."""
+        """Set the models that can start without a replica, from the list of the fleet's manager."""
         self.starts.follow(models)
         self._masks.clear()
 

@@ -205,9 +205,10 @@ class UpstreamConnection(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Set up the new connection: a small buffer, and a short time for lost packets.
+        """Set up the new connection: a small read buffer, and a limit for lost packets.
 
-        By the time limit Linux closes the connection to a machine that acknowledges nothing.
+        Linux closes the connection if the other machine acknowledges nothing within
+        `Timeouts.unacknowledged_ms`.
         """
         self._transport = cast("asyncio.Transport", transport)
         limit_read_size(transport)

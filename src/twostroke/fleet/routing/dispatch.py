@@ -285,7 +285,10 @@ class Dispatcher:
         allowed: npt.NDArray[np.bool_] | None,
         excluded: Collection[int],
     ) -> _Choice | None:
-        """Return the policy's choice for a request, without counting its work; else as `decide`."""
+        """Return the replica that the policy chooses, without counting the request's work there.
+
+        The arguments are those of `decide`. None if no replica is open.
+        """
         wait_s = self._waits_s(now_s)
         if allowed is not None:
             wait_s[~allowed] = np.inf

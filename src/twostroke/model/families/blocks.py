@@ -135,7 +135,7 @@ def _heads(
 ) -> tuple[list[Op], dict[str, str]]:
     """Return the operations that compute a layer's queries, keys and values from `x`.
 
-    The second result has the names of these values by "q", "k" and "v". A layer that reads an
+    Returns (operations, names of these values by "q", "k" and "v"). A layer that reads an
     earlier layer's keys and values has only queries.
     """
     name = f"blk.{layer}"

@@ -36,8 +36,8 @@ def gguf_rope(
 ) -> RopeAndContext:
     """Read RoPE from a GGUF file's metadata and its tables of frequency divisors (`ROPE_TABLES`).
 
-    The second result is the longest context length that the RoPE allows; `context` is the length in
-    the file. Keys are from the format's specification, with the meaning that llama.cpp gives them.
+    Returns (RoPE, longest context length that it allows). `context` is the length in the file. Keys
+    are from the format's specification, with the meaning that llama.cpp gives them.
     """
     for key in ("rope.dimension_sections", "rope.scaling.alpha"):
         fields.expect(key)
@@ -189,7 +189,7 @@ def _llama3(plain: RopeSpec, part: Fields, original: int) -> RopeSpec:
 def _longrope(plain: RopeSpec, part: Fields, original: int, context: int) -> RopeAndContext:
     """Return a RoPE with LongRoPE's factors for short contexts (arXiv:2402.13753).
 
-    The second result is the original context length, up to which these factors hold.
+    Returns (RoPE, original context length, up to which these factors hold).
     """
     factor = part.number("factor", low=1.0, default=max(1.0, context / original))
     magnitude = part.optional_number("attention_factor")

@@ -189,9 +189,10 @@ class _Translation:
             self._deeper()
 
     def _repetition(self) -> tuple[str, int]:
-        """Translate a repetition such as `*` or `{2,3}`; empty if none comes next.
+        """Translate a repetition such as `*` or `{2,3}`.
 
-        The second result is how many copies of the repeated part `regex` keeps.
+        Returns (translated text, copies of the repeated part that `regex` keeps). The text is empty
+        if no repetition comes next.
         """
         if self._position < len(self._pattern) and self._pattern[self._position] in "?*+":
             text = self._next()

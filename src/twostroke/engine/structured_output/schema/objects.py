@@ -161,10 +161,11 @@ def _mentions_others(branch: SchemaBranch, parts: Sequence[ObjectPart]) -> bool:
 
 
 def _without_unmentioned(others: Schema, *, has_names: bool) -> Schema:
-    """Forbid members that a JSON schema does not mention, except as `patternProperties` allows.
+    """Return keywords that forbid members which a JSON schema does not mention.
 
-    `others` has llguidance's keywords about members without a name in the schema. They stay allowed
-    if patterns only forbid names, or if the schema has no usable names (`has_names`).
+    `others` are llguidance's keywords for members whose names are not in the schema's `properties`.
+    Members that match a pattern of `patternProperties` stay allowed. All members stay allowed if
+    every pattern only forbids names, or if the schema names no usable member (not `has_names`).
     """
     patterns = others.get("patternProperties", {})
     if any(inner is not False for inner in patterns.values()):
