@@ -115,7 +115,7 @@ class LoadBuilder:
     def _workload(self, rate: float | None, clients: int | None, count: int | None) -> Workload:
         """Return a workload: when its `count` requests arrive, and how long they are.
 
-        `rate` and `clients` set the arrivals. An argument that is None has its default.
+        `rate` and `clients` set the arrivals. Each argument may be None, for its default.
         """
         from twostroke.lab.simulator.load import MAX_REQUESTS, SyntheticWorkload
 

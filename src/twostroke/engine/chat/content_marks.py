@@ -209,15 +209,15 @@ class UnmarkedText:
         """Add text of the answer; return the text that is certain to be shown."""
         if self._splitter is None:
             return self._reader.feed(text)
-        return "".join(self._shown(kind, part) for kind, part in self._splitter.feed(text))
+        return "".join(self._visible_text(kind, part) for kind, part in self._splitter.feed(text))
 
     def finish(self, *, is_cut: bool) -> str:
         """End the answer; return the rest, without a mark that the limit has cut."""
         segments = [] if self._splitter is None else self._splitter.finish()
-        shown = "".join(self._shown(kind, part) for kind, part in segments)
-        return shown + self._below_reasoning(self._reader.finish(is_cut=is_cut))
+        rest = "".join(self._visible_text(kind, part) for kind, part in segments)
+        return rest + self._below_reasoning(self._reader.finish(is_cut=is_cut))
 
-    def _shown(self, kind: SegmentKind, part: str) -> str:
+    def _visible_text(self, kind: SegmentKind, part: str) -> str:
         if kind is SegmentKind.AFTER:
             return self._below_reasoning(self._reader.feed(part))
         self._follows_reasoning = True

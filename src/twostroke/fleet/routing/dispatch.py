@@ -287,7 +287,7 @@ class Dispatcher:
     ) -> _Choice | None:
         """Return the replica that the policy chooses, without counting the request's work there.
 
-        The arguments are those of `decide`. None if no replica is open.
+        `decide` describes the arguments. None if no replica is open.
         """
         wait_s = self._waits_s(now_s)
         if allowed is not None:
