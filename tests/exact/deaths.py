@@ -226,7 +226,7 @@ class Campaign:
                 self._expected.append(normalized(lines))
             self.seen.recompute_s = await self._recompute_s()
             clients = [asyncio.create_task(self._client()) for _ in range(num_clients)]
-            self.seen.loaded_recompute_s = await self._recompute_s()
+            self.seen.loaded_recompute_s = await self._recompute_s(is_loaded=True)
             for number in range(num_deaths):
                 kind = kinds[number % len(kinds)]
                 self._kinds.append(kind)
@@ -238,12 +238,12 @@ class Campaign:
             self._is_over = True
             await asyncio.gather(*clients)
 
-    async def _recompute_s(self) -> float:
+    async def _recompute_s(self, *, is_loaded: bool = False) -> float:
         """Return how long the prefill of the longest prompt and its tokens takes now."""
         times_s = []
         for number in range(5):
-            nonce = self._random.randrange(10**6)  # so that no prefix is cached
-            body = {"model": "tiny", "prompt": f"{nonce} {number} one " * 300, "max_tokens": 1}
+            digit = number if not is_loaded else number + 5  # so that no prefix is cached
+            body = {"model": "tiny", "prompt": f"{digit} one " * 300, "max_tokens": 1}
             began_s = time.monotonic()
             answer = await self._http.post(f"{self.url}/v1/completions", json=body)
             answer.raise_for_status()
