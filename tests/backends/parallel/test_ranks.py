@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -53,6 +54,8 @@ class FakeRank:
                         self.rank_end.send(RankReady(1, 2, 3))
         except ConnectionLostError:
             self.rank_end.close()
+
+    local_pid = None
 
     def exit_reason(self):
         return None
@@ -126,6 +129,26 @@ def test_a_lost_rank_is_noticed_and_started_again(group, how):
     group.ranks.wait_until_ready(5)
     assert not group.ranks.lost
     assert len(group.started) == 3
+
+
+def test_a_silent_rank_that_waits_for_a_processor_has_more_time(group, monkeypatch):
+    class Monitor:
+        is_starved = True
+
+        def __init__(self, pid):
+            pass
+
+        def start(self):
+            pass
+
+    monkeypatch.setattr(module, "StarvationMonitor", Monitor)
+    group.ranks.wait_until_ready()
+    group.started[1].local_pid = os.getpid()
+    group.started[1].beats = False
+    assert not group.aborted.wait(4)  # twice the timeout
+    Monitor.is_starved = False
+    assert group.aborted.wait(20)
+    assert str(group.ranks.cause(5)).startswith("Rank 2 has not responded")
 
 
 def test_a_rank_that_freezes_before_it_begins_again_is_noticed_as_soon(group):

@@ -33,6 +33,22 @@ def test_silence_is_a_fault_after_five_seconds() -> None:
     assert "said nothing for 5." in str(faults[first])
 
 
+def test_a_process_that_waits_for_a_processor_has_more_time() -> None:
+    watch = ProgressWatchdog(0.1, 0.0)
+    faults = [watch.fault(tick / 4, is_starved=True) for tick in range(200)]
+    first = next(tick for tick, fault in enumerate(faults) if fault)
+    assert 30 < first / 4 <= 30.5
+
+
+def test_a_process_is_late_after_half_of_its_limit() -> None:
+    watch = ProgressWatchdog(0.1, 0.0)
+    assert [watch.is_late(now_s) for now_s in (2.4, 2.6)] == [False, True]
+    watch.on_message(3.0, StepProgress(1, 2.6))
+    assert watch.is_late(3.0)
+    watch.on_message(3.1, StepProgress(2, 0.0))
+    assert not watch.is_late(3.1)
+
+
 @pytest.mark.parametrize("message_s", [number / 16 for number in range(8)])
 def test_the_interval_between_two_checks_does_not_add_to_the_limit(message_s: float) -> None:
     watch = ProgressWatchdog(0.1, 0.0)

@@ -44,6 +44,10 @@ class RankProcess(Protocol):
 
     connection: RankConnection
 
+    @property
+    def local_pid(self) -> int | None:
+        """The id of the rank's process if it runs on this machine."""
+
     def exit_reason(self) -> str | None:
         """Return why the rank's process ended, such as "was ended by SIGKILL"; None if unknown."""
 
@@ -95,7 +99,7 @@ class LocalRank:
         self.connection = open_connection(ours)
 
     @property
-    def pid(self) -> int:
+    def local_pid(self) -> int:
         """Return the process id of the rank."""
         return self._process.pid
 
@@ -173,6 +177,11 @@ class RemoteRank:
     def __init__(self, connection: RankConnection) -> None:
         """Take ownership of the connection to the rank."""
         self.connection = connection
+
+    @property
+    def local_pid(self) -> None:
+        """Return None: the process may run on another machine."""
+        return None
 
     def exit_reason(self) -> str | None:
         """Return None, because only the rank's machine knows why the rank's process ended."""

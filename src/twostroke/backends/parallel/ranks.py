@@ -26,6 +26,7 @@ from twostroke.backends.parallel.rank_messages import (
 )
 from twostroke.core import errors
 from twostroke.core.errors import BackendError, RanksLostError, TwostrokeError
+from twostroke.core.starvation import StarvationMonitor
 from twostroke.core.transport.frames import ConnectionLostError
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 HEARTBEAT_INTERVAL_S: Final = 0.2
 _POLL_S: Final = 0.1
 _HEARTBEAT_TIMEOUT_S: Final = 2.0  # a rank without heartbeats for this time is lost
+_STARVED_TIMEOUT_RATIO: Final = 6.0  # of the timeout of a rank that waits for a processor
 _STALL_TIMEOUT_S: Final = 2.2  # of the link; longer, so that a frozen rank is noticed first
 _LOADING_HEARTBEAT_TIMEOUT_S: Final = 30.0  # loading from a slow disk can block heartbeats
 _END_TIMEOUT_S: Final = 5.0  # until all ranks have freed their memory
@@ -58,6 +60,7 @@ class Ranks:
         self._changed = threading.Condition()
         self._processes: dict[int, RankProcess] = {}
         self._silent_s: dict[int, float] = {}
+        self._starvation: dict[int, StarvationMonitor] = {}  # of ranks that have become silent
         self._closing = self._is_given_up = False
         self.hellos: dict[int, RankHello] = {}
         self.ready: dict[int, RankReady] = {}
@@ -255,6 +258,7 @@ class Ranks:
         with self._changed:
             self._num_starts[rank] += 1
             self._silent_s[rank] = 0.0
+            self._starvation.pop(rank, None)
             self._processes[rank] = process
 
     def _kill_all(self) -> None:
@@ -329,8 +333,18 @@ class Ranks:
         self._silent_s[rank] += passed_s
         is_loaded = rank in self.ready or rank in self._resetting
         timeout_s = _HEARTBEAT_TIMEOUT_S if is_loaded else _LOADING_HEARTBEAT_TIMEOUT_S
-        if rank in self.hellos and self._silent_s[rank] > timeout_s:
-            self._mark_lost(rank, process, f"has not responded for {self._silent_s[rank]:.1f} s")
+        silent_s = self._silent_s[rank]
+        if rank not in self.hellos or silent_s < timeout_s / 2:
+            self._starvation.pop(rank, None)
+            return
+        if rank not in self._starvation and (pid := process.local_pid) is not None:
+            self._starvation[rank] = StarvationMonitor(pid)
+            self._starvation[rank].start()
+        if silent_s > timeout_s:
+            monitor = self._starvation.get(rank)
+            is_starved = monitor is not None and monitor.is_starved
+            if not is_starved or silent_s > _STARVED_TIMEOUT_RATIO * timeout_s:
+                self._mark_lost(rank, process, f"has not responded for {silent_s:.1f} s")
 
     def _check_stall(self, passed_s: float) -> None:
         """Abort the link if it moves no bytes although all ranks wait in a collective."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from msgspec.structs import replace
 
 from twostroke.core.errors import EngineStoppedError, TwostrokeError
+from twostroke.core.starvation import StarvationMonitor
 from twostroke.core.transport.frames import ConnectionLostError, InvalidMessageError
 from twostroke.engine.process import messages as wire
 from twostroke.engine.process.child import EngineProcess, log
@@ -31,6 +32,7 @@ _STABLE_AFTER_S: Final = 60.0  # a process that ran this long has started well, 
 
 _SILENT_AFTER_S: Final = 1.5  # without a message: some heartbeats are missing
 _MIN_STEP_LIMIT_S: Final = 5.0
+_STARVED_LIMIT_RATIO: Final = 6.0  # of the limits while the process waits for a processor
 _LONGEST_STEP_RATIO: Final = 2.0  # limit of a step, over the longest step so far
 _PREDICTED_STEP_RATIO: Final = 10.0  # limit of a step, over the largest step's predicted time
 
@@ -108,6 +110,7 @@ class Supervisor:
         self._num_pages_leased = 0  # by this process
         self._end_cause = ""  # why the process ended, if the process or the watchdog has told
         self._failure: TwostrokeError | None = None  # the last error that the process has sent
+        self._starvation: StarvationMonitor | None = None  # of a process that is late
         self._has_ended = False
         self._tasks: set[asyncio.Task[None]] = set()
         if process is not None:
@@ -258,14 +261,25 @@ class Supervisor:
             await asyncio.sleep(pause_s)
             try:
                 self._observer.on_tick()
-                fault = None if self.is_resting else self._watchdog.fault(time.monotonic())
-                if fault is not None:
-                    self._end_cause = f"It was killed, since {fault}."
-                    self._process.kill()
+                if not self.is_resting:
+                    self._check_progress(time.monotonic())
             except Exception as error:
                 if repr(error) != last_error:
                     _logger.exception("The engine's progress could not be checked; trying again.")
                 last_error = repr(error)
+
+    def _check_progress(self, now_s: float) -> None:
+        """Kill the engine process if it makes no progress, unless it waits for a processor."""
+        if not self._watchdog.is_late(now_s):
+            self._starvation = None
+        elif self._starvation is None:
+            self._starvation = StarvationMonitor(self.pid)
+            self._starvation.start()
+        is_starved = self._starvation is not None and self._starvation.is_starved
+        fault = self._watchdog.fault(now_s, is_starved=is_starved)
+        if fault is not None:
+            self._end_cause = f"It was killed, since {fault}."
+            self._process.kill()
 
     def _on_death(self) -> None:
         """Tell the observer that the engine process has died, and start the next one."""
@@ -383,20 +397,25 @@ class ProgressWatchdog:
             return progress
         return replace(progress, step_s=progress.step_s + silent_s)
 
-    def fault(self, now_s: float) -> str | None:
+    def is_late(self, now_s: float) -> bool:
+        """Whether half of the limit has passed in a step or in silence."""
+        return max(self._silent_s(now_s), self._step_s(now_s)) > self.limit_s / 2
+
+    def fault(self, now_s: float, *, is_starved: bool = False) -> str | None:
         """Return why the engine process must be killed, or None.
 
-        Call this several times a second.
+        Call this several times a second. `is_starved` says that the process waits for a processor,
+        because the machine is busy: then the limit is several times as high.
         """
         paused_s = now_s - self._last_check_s
         self._last_check_s = now_s
         if paused_s > 1.0:  # this process was paused, and perhaps the whole machine
             self._resumed_s = now_s - 1.0
-        silent_s = self._silent_s(now_s)
-        step_s = min(self.progress.step_s, now_s - self._resumed_s)
-        if silent_s > self.limit_s:
+        silent_s, step_s = self._silent_s(now_s), self._step_s(now_s)
+        limit_s = self.limit_s * (_STARVED_LIMIT_RATIO if is_starved else 1)
+        if silent_s > limit_s:
             return f"it has said nothing for {silent_s:.1f} s"
-        if step_s > self.limit_s and not self.progress.is_recovering:
+        if step_s > limit_s and not self.progress.is_recovering:
             return f"one of its steps has run for {step_s:.1f} s"
         return None
 
@@ -407,6 +426,9 @@ class ProgressWatchdog:
         """
         left_s = self.limit_s - self._silent_s(now_s)
         return min(_CHECK_INTERVAL_S, max(left_s, 0.0) + _MIN_CHECK_INTERVAL_S)
+
+    def _step_s(self, now_s: float) -> float:
+        return min(self.progress.step_s, now_s - self._resumed_s)
 
     def _silent_s(self, now_s: float) -> float:
         return now_s - max(self._last_message_s, self._resumed_s)
