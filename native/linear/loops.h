@@ -181,11 +181,7 @@ class WideProduct {
     if (product_.is_mixed) clear_fine();
     for (int64_t begin = 0; begin < num_blocks; begin += step) {
       const int64_t end = std::min(begin + step, num_blocks);
-      if constexpr (kHasBytes) {
-        unpack_byte_blocks<T>(packed, begin, end, blocks_);
-      } else {
-        unpack_wide<T, G>(packed, num_inputs, begin, end, blocks_);
-      }
+      unpack_wide<T, G>(packed, num_inputs, begin, end, blocks_);
       NextBlocks next = {packed + end * kFormat.block_bytes(), size, kFormat.block_bytes()};
       if (end == num_blocks) next.data = packed + G * size;
       if (end == num_blocks && !more) next.block_bytes = 0;
@@ -200,7 +196,6 @@ class WideProduct {
   using Shape = WideShape<T>;
   using Block = typename WideBlockOf<T, G, meets_bytes<Planes>()>::Block;
   static constexpr BlockFormat kFormat = block_format(T);
-  static constexpr bool kHasBytes = meets_bytes<Planes>();
 
   struct Sums {
     Lanes lanes[kWideRows][G];
@@ -218,14 +213,9 @@ class WideProduct {
     for (int64_t part = 0; part < num_parts(); ++part) {
       const int64_t row = part * kWideRows;
       const PanelBlock<Planes>* panel = panels_ + row / kPanelRows * product_.panel_step() + begin;
-      const auto first_row = static_cast<int>(row % kPanelRows);
-      if constexpr (kHasBytes) {
-        multiply_byte_blocks<T, Planes>(blocks_, panel, first_row, end - begin, next, begin == 0,
-                                        sums_[part].lanes);
-      } else {
-        multiply_wide<Shape::num_subs, Shape::has_minimum, G>(
-            blocks_, panel, first_row, end - begin, next, begin == 0, sums_[part].lanes);
-      }
+      multiply_wide<Shape::num_subs, Shape::has_minimum, G>(
+          blocks_, panel, static_cast<int>(row % kPanelRows), end - begin, next, begin == 0,
+          sums_[part].lanes);
       next.block_bytes = 0;  // they are fetched once
     }
   }
@@ -250,7 +240,7 @@ class WideProduct {
 
   /// Goes on with the fine blocks that meet blocks [begin, end) of the weights, which are unpacked.
   void add_fine([[maybe_unused]] int64_t begin, [[maybe_unused]] int64_t end) {
-    if constexpr (is_mixed_format(T) && (TS_LEVEL >= 2 || kHasBytes)) {
+    if constexpr (is_mixed_format(T) && (TS_LEVEL >= 2 || meets_bytes<Planes>())) {
       const int64_t num_blocks = product_.num_blocks();
       const int64_t num_fine = num_fine_blocks(num_blocks);
       for (int64_t index = 0; index < row_end_ - row_begin_; ++index) {
@@ -263,12 +253,8 @@ class WideProduct {
         for (int g = 0; g < G; ++g) sums[0][g] = fine.sums[0][g];
         for (; fine.next < num_fine && places[fine.next][row] < end; ++fine.next) {
           const Block& block = blocks_[places[fine.next][row] - begin];
-          if constexpr (kHasBytes) {
-            add_byte_sub<T, 1, Planes>(block, low[fine.next], row, 0, sums);
-          } else {
-            add_wide_sub<1, Shape::num_subs, Shape::has_minimum, G>(block, low[fine.next], row, 0,
-                                                                    sums);
-          }
+          add_wide_sub<1, Shape::num_subs, Shape::has_minimum, G>(block, low[fine.next], row, 0,
+                                                                  sums);
         }
         for (int g = 0; g < G; ++g) fine.sums[0][g] = sums[0][g];
       }

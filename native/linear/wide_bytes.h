@@ -22,8 +22,10 @@ struct alignas(64) ByteBlock {
 };
 
 /// Unpacks blocks [begin, end) of a group.
-template <WeightType T>
-void unpack_byte_blocks(const uint8_t* group, int64_t begin, int64_t end, ByteBlock<T>* blocks) {
+template <WeightType T, int G>
+void unpack_wide(const uint8_t* group, int64_t /*num_inputs*/, int64_t begin, int64_t end,
+                 ByteBlock<T>* blocks) {
+  static_assert(G == 1);
   constexpr BlockFormat format = block_format(T);
   ScaleReader<T> reader;
   for (int64_t index = begin; index < end; ++index) {
@@ -62,8 +64,8 @@ struct UnpackedLines {
 };
 
 /// Adds one sub-block's part to the sums of R rows.
-template <WeightType T, int R, int Planes>
-TS_INLINE void add_byte_sub(const ByteBlock<T>& block, const PanelBlock<Planes>& panel, int row,
+template <int R, int NumSubs, bool HasMinimum, int G, WeightType T, int Planes>
+TS_INLINE void add_wide_sub(const ByteBlock<T>& block, const PanelBlock<Planes>& panel, int row,
                             int sub, Lanes sums[R][1]) {
   constexpr BlockFormat format = block_format(T);
   constexpr int count = format.quads_per_sub();
@@ -101,19 +103,18 @@ TS_INLINE void add_byte_sub(const ByteBlock<T>& block, const PanelBlock<Planes>&
 
 /// Adds unpacked blocks to the sums of a panel's rows from `row` on, or writes them if these are
 /// the first blocks. Meanwhile the next ones are fetched into the second-level cache.
-template <WeightType T, int Planes>
-void multiply_byte_blocks(const ByteBlock<T>* blocks, const PanelBlock<Planes>* panel, int row,
-                          int64_t num_blocks, const NextBlocks& next, bool is_first,
-                          Lanes in_out[kWideRows][1]) {
-  constexpr BlockFormat format = block_format(T);
+template <int NumSubs, bool HasMinimum, int G, WeightType T, int Planes>
+void multiply_wide(const ByteBlock<T>* blocks, const PanelBlock<Planes>* panel, int row,
+                   int64_t num_blocks, const NextBlocks& next, bool is_first,
+                   Lanes in_out[kWideRows][1]) {
   Lanes sums[kWideRows][1];
   TS_UNROLL
   for (int r = 0; r < kWideRows; ++r) sums[r][0] = is_first ? zero_lanes() : in_out[r][0];
   for (int64_t index = 0; index < num_blocks; ++index) {
     next.fetch<1>(index);
     TS_UNROLL
-    for (int sub = 0; sub < format.num_subs; ++sub) {
-      add_byte_sub<T, kWideRows>(blocks[index], panel[index], row, sub, sums);
+    for (int sub = 0; sub < NumSubs; ++sub) {
+      add_wide_sub<kWideRows, NumSubs, HasMinimum, G>(blocks[index], panel[index], row, sub, sums);
     }
   }
   TS_UNROLL
