@@ -258,7 +258,12 @@ def _check_tool_results(messages: list[ChatMessage]) -> None:
     for index, message in enumerate(messages):
         call_ids.update(call.id for call in message.tool_calls or ())
         id_ = message.tool_call_id
-        if message.role == "tool" and id_ not in call_ids and (id_ is not None or not call_ids):
+        if message.role != "tool" or id_ in call_ids:
+            continue
+        if id_ is None and not call_ids:
+            reason = "is the result of a tool, and no earlier message calls a tool."
+            raise RequestError(reason, field=f"messages[{index}]")
+        if id_ is not None:
             reason = "must be the id of an earlier call, and no earlier call has this id."
             raise RequestError(reason, field=f"messages[{index}].tool_call_id")
 
