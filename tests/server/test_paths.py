@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -111,6 +112,30 @@ def test_paths_of_base_urls_with_a_slash_or_version_too_many_are_served(
     response = post(server.url + path, chat_body())
     assert response.status_code == 200, response.text
     assert response.json()["object"] == "chat.completion"
+
+
+@pytest.mark.parametrize("path", ["//v1/chat/completions", "/v1/v1/chat/completions"])
+def test_repeated_parts_of_a_path_do_not_change_the_protocol(server: LiveServer, path: str) -> None:
+    """llama-server's own paths continue the last message of an assistant; OpenAI's do not."""
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "of the"}]
+    body = {"messages": messages, "max_tokens": 1, "stream": True}
+    expected = post(server.url + "/v1/chat/completions", body).text
+    assert '"content":""' in expected
+    assert post(server.url + path, body).text.count('"content":""') == expected.count(
+        '"content":""'
+    )
+    usage = [
+        post(server.url + each, body | {"stream": False}).json()["usage"]["prompt_tokens"]
+        for each in ("/v1/chat/completions", path, "/chat/completions")
+    ]
+    assert usage[0] == usage[1] != usage[2]
+
+
+def test_the_limit_of_headers_counts_the_path_that_was_sent(server: LiveServer) -> None:
+    long_path = "/" * 50_000 + "v1/models"
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(f"GET {long_path} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
+        assert connection.recv(1000).startswith(b"HTTP/1.1 4")
 
 
 def test_a_doubled_version_is_anthropics_too(server: LiveServer) -> None:

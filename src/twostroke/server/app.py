@@ -405,7 +405,7 @@ class Api:
                 prompts=encoded.prompts,
                 tokenizer=model.card.tokenizer,
                 reading=encoded.reading,
-                as_llama_server=not context.path.startswith("/v1/"),
+                as_llama_server=not context.client_path.startswith("/v1/"),
             )
             encoder = protocol.encoder(info)
             context.model = name
@@ -453,7 +453,7 @@ class Api:
         if (empty := protocol.empty_response(fields, name)) is not None:
             return to_json(empty)
         try:
-            job = protocol.reader_of(context.path)(fields, self._tenant(request))
+            job = protocol.reader_of(context.client_path)(fields, self._tenant(request))
         except errors.MissingFieldError as error:
             raise misspelt_field_error(error, ignored) from None
         self._ignored.note(job.ignored, context)

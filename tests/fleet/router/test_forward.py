@@ -71,6 +71,22 @@ def post(url: str, body: object = _BODY, **options: Any) -> httpx.Response:
 
 
 @pytest.mark.parametrize(
+    ("sent", "received"),
+    [
+        ("/v1//chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/chat/completions?a=b", "/v1/chat/completions?a=b"),
+        ("//v1/unknown%20path", "/v1/unknown%20path"),
+        ("/v1/unknown%2Fpath", "/v1/unknown%2Fpath"),
+    ],
+)
+def test_replicas_get_the_path_that_was_checked(fakes: Loop, sent: str, received: str) -> None:
+    replica = fakes.start(FakeReplica())
+    with live_router(replica.url) as router:
+        httpx.post(router.url + sent, json=_BODY, timeout=20, trust_env=False)
+    assert [exchange.path for exchange in replica.seen] == [received]
+
+
+@pytest.mark.parametrize(
     "behaviour", [cut_in_head, cut_before_first_byte, cut_at_once, nonsense, stopping]
 )
 def test_a_request_that_is_lost_before_its_first_byte_is_sent_to_another(

@@ -6,7 +6,7 @@ import logging
 import re
 import secrets
 from typing import TYPE_CHECKING, Final
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 from twostroke.server.http.body_limits import BodyMemory
 from twostroke.server.http.error_forms import error_form
@@ -39,6 +39,8 @@ ALIASES: Final = {
     "/v1/health": "/health",
 }
 _SLASHES = re.compile("/{2,}")
+_REPEATED_VERSION = re.compile(r"\A(?:/v1)+(?=/v1/)")
+_PATH_CHARACTERS = "/:@!$&'()*+,;=-._~"  # that need no percent-encoding
 _SAFE_ID = re.compile(r"[A-Za-z0-9._:+/=@-]{1,128}")
 _logger = logging.getLogger("twostroke.serve")
 
@@ -111,7 +113,7 @@ class Boundary:
             await send(message)
 
         try:
-            check_headers(scope, self._limits)
+            check_headers(scope, self._limits, path=served_request.path)
             await self._app(scope, receive, send_with_headers)
         except (HeaderSizeError, FramingError) as error:
             await to_response(error, scope)(scope, receive, send_with_headers)
@@ -151,12 +153,15 @@ def _begin(scope: Scope, body_memory: BodyMemory) -> ServedRequest:
         request_id = f"req-{secrets.token_hex(16)}"
     path = scope["path"]
     client_path = _without_repeats(path)
+    if client_path != path:  # a router sends this path to replicas
+        scope["raw_path"] = quote(client_path, safe=_PATH_CHARACTERS).encode("ascii")
     scope["path"] = ALIASES.get(client_path, client_path)
     request = ServedRequest(
         request_id,
         error_form(scope, client_path),
         method=scope["method"],
         path=path,
+        client_path=client_path,
         traceparent=headers.get(b"traceparent", ""),
     )
     if (sender := sender_of(scope)) is not None:
@@ -172,9 +177,7 @@ def _without_repeats(path: str) -> str:
 
     Clients send them if their base URL ends with a slash, or with the `/v1` that they add.
     """
-    path = _SLASHES.sub("/", path)
-    while path.startswith("/v1/v1/"):
-        path = path.removeprefix("/v1")
+    path = _REPEATED_VERSION.sub("", _SLASHES.sub("/", path))
     return path[:-1] if len(path) > 1 and path.endswith("/") else path
 
 

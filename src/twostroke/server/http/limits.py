@@ -92,8 +92,10 @@ class RequestLimits(Frozen):
     compile_timeout_s: float = 5.0
 
 
-def check_headers(scope: Scope, limits: RequestLimits) -> None:
+def check_headers(scope: Scope, limits: RequestLimits, *, path: str) -> None:
     """Check that a request's path and headers are not too large, and its body has one length.
+
+    `path` is the path as the client sent it.
 
     The HTTP parser checks the size only of headers that arrive in several pieces.
 
@@ -101,7 +103,7 @@ def check_headers(scope: Scope, limits: RequestLimits) -> None:
         HeaderSizeError: path and headers are over the limit.
         FramingError: the request has both Content-Length and Transfer-Encoding.
     """
-    size = len(scope["path"]) + len(scope["query_string"])
+    size = len(path) + len(scope["query_string"])
     size += sum(len(name) + len(value) + 4 for name, value in scope["headers"])
     if size > limits.max_header_bytes:
         message = (

@@ -89,6 +89,7 @@ class ServedRequest:
         request_id: the client's id, or a new one.
         error_form: the form of the protocol's errors.
         method, path, traceparent: as the client sent them.
+        client_path: the path without doubled slashes and a doubled `/v1`, before aliases.
         began_s, ended_s: monotonic times of the request's start and end.
         tenant: the owner of the API key; empty without a key.
         key: the request's API key, if it has one.
@@ -128,6 +129,7 @@ class ServedRequest:
     method: str
     path: str
     traceparent: str = ""
+    client_path: str = ""
     began_s: float = field(default_factory=time.monotonic)
     ended_s: float = 0.0
     tenant: str = ""
