@@ -14,6 +14,7 @@ from twostroke.fleet.router.health_checker import HealthChecker
 from twostroke.fleet.router.options import RouteOptions
 from twostroke.fleet.router.replica_registry import ReplicaRegistry, ReplicaState
 from twostroke.fleet.router.response import ReplicaError
+from twostroke.fleet.router.silence import SilenceTimer
 from twostroke.fleet.router.upstream import ConnectionPool, UpstreamConnection
 
 _URL = "http://replica:8000"
@@ -164,19 +165,57 @@ def test_a_slow_replica_is_not_given_up(interval_s: float | None) -> None:
     run_virtually(be_slow())
 
 
-def test_a_silent_replica_that_refuses_checks_is_given_up() -> None:
+@pytest.mark.parametrize("latency_s", [0.1, 0.3, 1.2])
+@pytest.mark.parametrize("frozen_s", [4.0, 8.0])
+def test_a_replica_that_was_given_up_comes_back(frozen_s: float, latency_s: float) -> None:
+    async def thaw() -> None:
+        server, replica, checker = await checked(5.0, latency_s)
+        await asyncio.sleep(4.0)
+        server.is_frozen = True
+        await asyncio.sleep(frozen_s)
+        assert replica.state is ReplicaState.DOWN
+        server.is_frozen = False
+        await asyncio.sleep(2.0 + 0.5 + latency_s + _MARGIN_S)  # after the check that runs
+        assert replica.state is ReplicaState.READY
+        await checker.stop()
+
+    run_virtually(thaw())
+
+
+def test_running_requests_of_a_replica_that_refuses_checks_go_on() -> None:
+    """A server that stops closes its listener, and finishes its requests without a byte."""
+
     async def refuse() -> None:
         server, replica, checker = await checked(2.0, 0.01)
         await asyncio.sleep(3.2)
-        server.refuses = server.is_frozen = True
-        heard_s = server.heard_s
-        await asyncio.sleep(4.0)
-        await checker.stop()
+        server.refuses = True
+        await asyncio.sleep(6.0)
         assert replica.state is ReplicaState.DOWN
-        assert server.given_up_s is not None
-        assert server.given_up_s - heard_s <= 2.0 + _MARGIN_S
+        assert server.given_up_s is None
+        server.refuses = False
+        await asyncio.sleep(1.0)
+        assert replica.state is ReplicaState.READY
+        await checker.stop()
 
     run_virtually(refuse())
+
+
+def test_rare_checks_of_many_replicas_must_be_unanswered_for_longer() -> None:
+    async def ask() -> None:
+        loop = asyncio.get_running_loop()
+        pool, _, checker = await checked(5.0, 0.01)
+        await checker.stop()
+        pool.has_heard()
+        given_up: list[float] = []
+        timer = SilenceTimer(pool, 5.0, lambda: None, lambda: given_up.append(loop.time()))
+        await asyncio.sleep(4.0)  # nobody asks it
+        asked_s = loop.time()
+        timer.start(4.0)
+        await asyncio.sleep(6.0)
+        timer.stop()
+        assert [time_s - asked_s for time_s in given_up] == [pytest.approx(4.5, abs=_MARGIN_S)]
+
+    run_virtually(ask())
 
 
 def test_a_pause_of_the_router_is_no_silence_of_its_replicas() -> None:

@@ -138,7 +138,9 @@ class HealthChecker:
                 fleet.set_state(replica, ReplicaState.DOWN, _silence_reason(silence))
         except ReplicaError as error:
             fleet.set_state(replica, ReplicaState.DOWN, str(error))
-            if isinstance(error, CutOffError) and silence.silent_s >= _CUT_OFF_S:
+            if not isinstance(error, CutOffError):  # a refusal is no silence
+                silence.stop()
+            elif silence.silent_s >= _CUT_OFF_S:
                 pool.fail(error)
         else:
             silence.stop()
@@ -178,7 +180,10 @@ class HealthChecker:
             replica.is_foreign = status == 404
             if status == 200 and (load := _decode_load(body)) is not None:
                 return self._apply_load(replica, load)
-        return await self._ask_foreign(replica, headers)
+        is_foreign = replica.is_foreign
+        answer = await self._ask_foreign(replica, headers)
+        replica.is_foreign = is_foreign  # a slow answer may have counted as silence meanwhile
+        return answer
 
     async def _ask_foreign(
         self, replica: Replica, headers: list[tuple[bytes, bytes]]

@@ -354,13 +354,15 @@ class ReplicaRegistry:
         self.starts.follow(models)
         self._masks.clear()
 
-    def check_is_startable(self, model: str) -> None:
-        """Check that a model may have no replica, also after the list of these models has changed.
+    def check_is_known(self, model: str) -> None:
+        """Check that a model may be started, or that a replica, even a draining one, may have it.
 
         Raises:
             ModelNotFoundError: requests for the model must not wait for a replica.
         """
-        if self.starts.find_any(model) is None:
+        all_facts = [replica.facts for replica in self.replicas.values()]
+        has_replica = any(facts.find_model(model) or facts.takes_any_name for facts in all_facts)
+        if not has_replica and self.starts.find_any(model) is None:
             raise self._unknown_model(model)
 
     def _unknown_model(self, model: str) -> ModelNotFoundError:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _MAX_DOWN_S: Final = 2.0  # of silence before a replica gets no more requests
 _MIN_UNANSWERED_S: Final = 1.5  # of an unanswered health check before silence counts
+_MAX_EJECTION_INTERVAL_S: Final = 0.5  # between checks, that counts before an ejection
 _TICK_S: Final = 0.25
 _PAUSED_S: Final = 0.5  # that a tick is late if this process was paused
 
@@ -22,8 +23,8 @@ class SilenceTimer:
 
     The timer runs beside the health checks, so the interval and the timeout of the checks do not
     add to the time until a silent replica is given up. Any byte of the replica ends its silence; a
-    replica that was not asked may be silent.
-
+    replica that was not asked may be silent. After a replica was given up, the next check has its
+    whole time again.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class SilenceTimer:
         self._asked_s: float | None = None  # when the first unanswered check was sent
         self._expected_s = 0.0  # the time of the next tick
         self._interval_s = 0.0
+        self._was_paused = False  # while the present check was unanswered
 
     @property
     def silent_s(self) -> float:
@@ -57,7 +59,7 @@ class SilenceTimer:
     @property
     def is_silent(self) -> bool:
         """Whether the replica has been silent too long to get new requests."""
-        return self._is_due(self._down_s)
+        return self._asked_s is not None and self._loop.time() >= self._down_due_s()
 
     def start(self, interval_s: float) -> None:
         """Start with a health check that is sent now; go on if an earlier check is unanswered.
@@ -66,7 +68,7 @@ class SilenceTimer:
         """
         self._interval_s = interval_s
         if self._asked_s is None:
-            self._asked_s = self._loop.time()
+            self._asked_s, self._was_paused = self._loop.time(), False
         if self._timer is None:
             self._schedule()
 
@@ -79,7 +81,7 @@ class SilenceTimer:
 
     def _schedule(self) -> None:
         now_s = self._loop.time()
-        due_times_s = self._due_s(self._down_s), self._due_s(self._eject_s)
+        due_times_s = self._down_due_s(), self._ejection_due_s()
         next_s = min((due_s for due_s in due_times_s if due_s > now_s), default=math.inf)
         self._expected_s = min(next_s, now_s + _TICK_S)
         self._timer = self._loop.call_at(self._expected_s, self._tick)
@@ -88,20 +90,30 @@ class SilenceTimer:
         """Judge the silence, and go on until the replica is given up."""
         self._timer = None
         now_s = self._loop.time()
-        if now_s - self._expected_s > _PAUSED_S:  # perhaps the whole machine was paused
-            self._asked_s = now_s
+        is_late = now_s - self._expected_s > _PAUSED_S
+        if is_late and not self._was_paused:  # perhaps the whole machine was paused
+            self._asked_s, self._was_paused = now_s, True
         if self.is_silent:
             self._on_silence()
-        if self._is_due(self._eject_s):
+        if now_s >= self._ejection_due_s():
             self._on_ejection()
+            self._asked_s = None
         else:
             self._schedule()
 
-    def _is_due(self, limit_s: float) -> bool:
-        return self._asked_s is not None and self._loop.time() >= self._due_s(limit_s)
+    def _down_due_s(self) -> float:
+        """Return when the replica must get no more requests, if no byte comes until then."""
+        return self._due_s(self._down_s, self._interval_s)
 
-    def _due_s(self, limit_s: float) -> float:
-        """Return when the replica has been silent for `limit_s`, if no byte comes until then."""
+    def _ejection_due_s(self) -> float:
+        """Return when the replica is given up, if no byte comes until then.
+
+        With many replicas, checks are rare. Then a check must be unanswered for longer, since a
+        replica that nobody asked may have been silent for a while.
+        """
+        return self._due_s(self._eject_s, min(self._interval_s, _MAX_EJECTION_INTERVAL_S))
+
+    def _due_s(self, limit_s: float, interval_s: float) -> float:
         assert self._asked_s is not None
-        unanswered_s = max(limit_s - self._interval_s, _MIN_UNANSWERED_S)
+        unanswered_s = max(limit_s - interval_s, _MIN_UNANSWERED_S)
         return max(self._pool.heard_s + limit_s, self._asked_s + unanswered_s)

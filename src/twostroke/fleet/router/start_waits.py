@@ -65,7 +65,8 @@ async def wait_for_start(
         while not is_up():
             _check_may_wait(fleet, request)
             if model.is_removed:
-                fleet.check_is_startable(request.model or model.name)
+                if request.model:
+                    fleet.check_is_known(request.model)
                 return True
             if waiting.is_displaced:
                 raise fleet.starts.full_error(model)
