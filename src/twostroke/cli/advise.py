@@ -212,7 +212,13 @@ def _search(
     if formats and not allowed and search_end.has_time():
         choices = OptionChoices(fixed=("token_budget", "max_running"), kv_formats=formats)
         withheld = advise(
-            advised, load, objectives, choices=choices, machine=machine, watch=_progress
+            advised,
+            load,
+            objectives,
+            choices=choices,
+            machine=machine,
+            watch=_progress,
+            has_time=search_end.has_time,
         )
 
     def watch_fleet(tried: dict[str, Any], estimate: Estimate) -> bool:
@@ -221,7 +227,9 @@ def _search(
 
     fleet = None
     needs_fleet = values["max_replicas"] > 1 and advice.advised.good_share < values["share"]
-    if needs_fleet and search_end.has_time():
+    if needs_fleet and not search_end.has_time():
+        advice = replace(advice, is_partial=True)
+    elif needs_fleet:
         fleet = advise_fleet(
             replace(advised, link=values["link"]),
             load,

@@ -123,6 +123,8 @@ class LiveTuner:
                 env=env.engine_environment(),
                 start_new_session=True,
             )
+            if self._stopped.is_set():  # `close` may have killed the search before
+                self._process.kill()
             os.setpriority(os.PRIO_PROCESS, self._process.pid, _NICENESS)
             try:
                 output, errors = self._process.communicate(text, timeout=_MAX_SEARCH_S)
@@ -144,8 +146,6 @@ class LiveTuner:
         if answer.error and answer.error != self._last_error:
             _logger.info("Autotune: %s", answer.error)
         self._last_error = answer.error
-        if answer.error:
-            return
         for note in answer.notes:
             if note not in self._logged_notes:
                 self._logged_notes.add(note)
@@ -157,6 +157,8 @@ class LiveTuner:
                 self._rejected.add(self._question.present)
                 self._apply(self._question.usual)
                 return
+        if answer.error:
+            return
         advised, default = answer.advised, answer.default
         if default is None or advised is None:
             return  # the search was ended before it had simulated anything

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import click
 from msgspec.structs import replace
 
-from twostroke.cli.help import Command, option, verbose_option
+from twostroke.cli.help import Command, NumberParam, option, verbose_option
 from twostroke.cli.model_pool import (
     ModelPoolOptions,
     check_several,
@@ -91,7 +91,7 @@ _logger = logging.getLogger("twostroke.serve")
 )
 @option(
     "--autotune-interval",
-    type=click.FloatRange(min=1),
+    type=NumberParam(min=1, max=1e6),
     metavar="SECONDS",
     help="Time between two searches while serving [default: 600, and at least 50 times as long as "
     "a search takes].",

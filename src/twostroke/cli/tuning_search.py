@@ -265,10 +265,17 @@ def _is_good(request: TracedRequest, objectives: Objectives) -> bool:
 def main() -> None:
     """Answer the question in the standard input."""
     question = msgspec.json.decode(sys.stdin.buffer.read(), type=TuningQuestion)
+    last = TuningAnswer()
+
+    def emit(part: TuningAnswer) -> None:
+        nonlocal last
+        last = part
+        _write(part)
+
     try:
-        _write(answer(question, emit=_write))
+        _write(answer(question, emit=emit))
     except TwostrokeError as error:
-        _write(TuningAnswer(error=str(error)))
+        _write(replace(last, error=str(error)))  # the present limits may have been judged
 
 
 def _write(result: TuningAnswer) -> None:

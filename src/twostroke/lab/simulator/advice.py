@@ -366,8 +366,8 @@ def advise_fleet(
                 advice = FleetAdvice(replicas, prefill_replicas, routing, estimate, is_enough)
                 if best is None or advice.is_better_than(best):
                     best = advice
-                if not has_time and not best.is_enough:
-                    return replace(best, is_partial=True)
+                if not has_time:
+                    return replace(best, is_partial=not best.is_enough)
         if best is not None and best.is_enough:
             break
     assert best is not None, "at least one replica was tried"
