@@ -40,6 +40,11 @@ def test_a_process_that_waits_for_a_processor_has_more_time() -> None:
     assert 30 < first / 4 <= 30.5
 
 
+def test_a_process_that_waits_for_a_processor_is_checked_as_often_as_others() -> None:
+    watch = ProgressWatchdog(0.1, 0.0)
+    assert watch.next_check_s(1.0) == watch.next_check_s(20.0) == 0.25
+
+
 def test_a_process_is_late_after_half_of_its_limit() -> None:
     watch = ProgressWatchdog(0.1, 0.0)
     assert [watch.is_late(now_s) for now_s in (2.4, 2.6)] == [False, True]

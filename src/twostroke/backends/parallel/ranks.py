@@ -337,11 +337,11 @@ class Ranks:
         if rank not in self.hellos or silent_s < timeout_s / 2:
             self._starvation.pop(rank, None)
             return
-        if rank not in self._starvation and (pid := process.local_pid) is not None:
-            self._starvation[rank] = StarvationMonitor(pid)
-            self._starvation[rank].start()
+        monitor = None
+        if (pid := process.local_pid) is not None:
+            monitor = self._starvation.setdefault(rank, StarvationMonitor(pid))
+            monitor.start()
         if silent_s > timeout_s:
-            monitor = self._starvation.get(rank)
             is_starved = monitor is not None and monitor.is_starved
             if not is_starved or silent_s > _STARVED_TIMEOUT_RATIO * timeout_s:
                 self._mark_lost(rank, process, f"has not responded for {silent_s:.1f} s")

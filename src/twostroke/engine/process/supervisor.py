@@ -425,7 +425,9 @@ class ProgressWatchdog:
         So the interval between two checks does not add to the limit of silence.
         """
         left_s = self.limit_s - self._silent_s(now_s)
-        return min(_CHECK_INTERVAL_S, max(left_s, 0.0) + _MIN_CHECK_INTERVAL_S)
+        if left_s < 0:  # it waits for a processor
+            return _CHECK_INTERVAL_S
+        return min(_CHECK_INTERVAL_S, left_s + _MIN_CHECK_INTERVAL_S)
 
     def _step_s(self, now_s: float) -> float:
         return min(self.progress.step_s, now_s - self._resumed_s)
