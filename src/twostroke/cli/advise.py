@@ -186,13 +186,8 @@ def _search(
 
     A search that has ended early withholds nothing, and tries no fleets.
     """
-    from twostroke.lab.simulator.advice import (
-        INT8,
-        OptionChoices,
-        advise,
-        advise_fleet,
-        changed_setup,
-    )
+    from twostroke.lab.simulator import advice as lab
+    from twostroke.lab.simulator.advice import INT8, OptionChoices, advise
 
     size = values["page_cache_size"]
     page_cache_sizes = () if size is None else (size,)
@@ -207,7 +202,7 @@ def _search(
         watch=_progress,
         has_time=search_end.has_time,
     )
-    advised = changed_setup(setup, advice.changes)
+    advised = lab.changed_setup(setup, advice.changes)
     withheld = None
     if formats and not allowed and search_end.has_time():
         choices = OptionChoices(fixed=("token_budget", "max_running"), kv_formats=formats)
@@ -230,7 +225,7 @@ def _search(
     if needs_fleet and not search_end.has_time():
         advice = replace(advice, is_partial=True)
     elif needs_fleet:
-        fleet = advise_fleet(
+        fleet = lab.advise_fleet(
             replace(advised, link=values["link"]),
             load,
             objectives,
