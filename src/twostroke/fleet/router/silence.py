@@ -109,7 +109,7 @@ class SilenceTimer:
         """Return when the replica is given up, if no byte comes until then.
 
         With many replicas, checks are rare. Then a check must be unanswered for longer, since a
-        replica that nobody asked may have been silent for a while.
+        replica is silent between two checks.
         """
         return self._due_s(self._eject_s, min(self._interval_s, _MAX_EJECTION_INTERVAL_S))
 
