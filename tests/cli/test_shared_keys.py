@@ -70,9 +70,11 @@ def test_keys_in_the_store_are_made_listed_and_revoked(
 def test_the_store_learns_no_key(redis_store: Store, cli: Callable[..., Ran]) -> None:
     key = cli("keys", "add", "app", "--store", redis_store.url).out.strip()
     client: Any = redis_store.client()
-    names = sorted(client.scan_iter("*"))
-    assert names == [b"twostroke:router:" + name for name in (b"change", b"identity", b"keys")]
-    content = b"".join(client.hvals(names[2])) + client.get(names[0]) + client.get(names[1])
+    *texts, keys = sorted(client.scan_iter("*"))
+    prefix = b"twostroke:router:"
+    assert texts == [prefix + name for name in (b"begun", b"change", b"identity")]
+    assert keys == prefix + b"keys"
+    content = b"".join([*client.hvals(keys), *(client.get(name) for name in texts)])
     assert key.split("-")[1].encode() in content  # the id
     assert key.rpartition("-")[2].encode() not in content
 

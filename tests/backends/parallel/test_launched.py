@@ -161,7 +161,7 @@ def test_two_hosts_give_the_same_tokens_through_all_faults():
     if why_not := namespaces.obstacle():
         pytest.skip(why_not)
     command = [sys.executable, "-m", "twostroke", "generate", "smollm2", "-p", "Tell a story."]
-    command += ["--temperature", "0", "--max-tokens", "120", "--quiet"]
+    command += ["--temperature", "0", "--max-tokens", "400", "--quiet"]
     alone = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     with namespaces.two_hosts(num_pairs=2) as hosts:
         zero, rank_one = ranks = [start(command, rank, hosts) for rank in (0, 1)]

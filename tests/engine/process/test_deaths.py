@@ -163,7 +163,7 @@ def test_a_failure_of_the_watch_does_not_end_it(
 ) -> None:
     faults: list[Any] = [ArithmeticError("odd"), ArithmeticError("odd"), "it was tested"]
 
-    def fault(*_: object) -> str | None:
+    def fault(*_: object, **_options: object) -> str | None:
         result = faults.pop(0) if faults else None
         if isinstance(result, Exception):
             raise result
