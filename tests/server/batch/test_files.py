@@ -75,12 +75,12 @@ def test_batch_whose_input_is_missing_fails_with_a_sentence(
 
 
 def test_lines_that_ended_before_the_input_was_lost_have_their_results(tmp_path: Path) -> None:
-    body = {"requests": [{"custom_id": f"{i}", "params": CHAT_BODY} for i in range(40)]}
+    body = {"requests": [{"custom_id": f"{i}", "params": CHAT_BODY} for i in range(160)]}
     with (
         closing(Records(tmp_path / "records")) as records,
         live_server(tmp_path, records=records) as first,
     ):
-        file_id = upload(first, "".join(map(line, range(40)))).json()["id"]
+        file_id = upload(first, "".join(map(line, range(160)))).json()["id"]
         first.backend.pause_s = 1.0  # so that not all of them end before the server stops
         chats = begin(first, file_id)["id"]
         messages = first.http.post(MESSAGES, json=body).json()["id"]
@@ -96,13 +96,13 @@ def test_lines_that_ended_before_the_input_was_lost_have_their_results(tmp_path:
         assert batch["errors"]["data"][0]["message"] == MISSING
         counts = batch["request_counts"]
         assert counts["completed"] > 0
-        assert counts["completed"] + counts["failed"] == counts["total"] == 40
+        assert counts["completed"] + counts["failed"] == counts["total"] == 160
         results = second.http.get(f"/v1/files/{batch['output_file_id']}/content").text
         assert len(results.splitlines()) == counts["completed"]
         counts = finished_batch(second, f"{MESSAGES}/{messages}", "processing_status")[
             "request_counts"
         ]
-        assert (counts["succeeded"] + counts["errored"], counts["processing"]) == (40, 0)
+        assert (counts["succeeded"] + counts["errored"], counts["processing"]) == (160, 0)
         results = second.http.get(f"{MESSAGES}/{messages}/results")
         assert results.status_code == (200 if counts["succeeded"] else 400)
         assert counts["succeeded"] or MISSING in results.text
