@@ -1,4 +1,4 @@
-"""Plans steps: which request computes which of its tokens in each."""
+"""Scheduling: which requests compute tokens in each step, and how many tokens of each request."""
 
 from __future__ import annotations
 

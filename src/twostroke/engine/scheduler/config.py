@@ -35,13 +35,16 @@ class SchedulerConfig(Frozen):
         max_scored_rows: maximum number of rows in a step that report log-probabilities of prompts;
             bounds the memory for logits.
         max_waiting_requests: a request is refused if this many requests wait before it. Waiting
-            requests that go after it are not counted, up to this number, so that the requests of
-            one tenant, or less urgent requests, do not fill the queue for others.
+            requests with larger priority keys are not counted, unless there are more than this
+            number of them. So the requests of one tenant, or less urgent requests, do not fill the
+            queue for others.
         max_waiting_tokens: the same limit in tokens; it does not apply if no request waits.
-        max_overtakes: how many later arrivals may overtake a request for each level of priority by
-            which they are more urgent, so that urgent requests cannot starve the others.
-        steps_ahead: how many steps may be in flight when another step is planned. Together they
-            compute at most `token_budget` tokens, each an equal share.
+        max_overtakes: a request may overtake only requests that arrived less than this number of
+            arrivals earlier; this distance grows by the same number for each level of priority by
+            which the later request is more urgent. So urgent requests cannot starve other requests.
+        steps_ahead: how many steps may be in flight when another step is planned. All steps in
+            flight together compute at most `token_budget` tokens; each step may use an equal share
+            of this budget.
         samples_ahead: whether a step may compute tokens that steps in flight sample. Then each step
             has the whole budget, and there are no drafts.
 
@@ -70,7 +73,7 @@ class SchedulerConfig(Frozen):
     ) -> Self:
         """Return the scheduler's limits for an engine with these batch options.
 
-        `steps_ahead` and `samples_ahead` come from the backend, and are described above.
+        `steps_ahead` and `samples_ahead` come from the backend; see the attributes of the class.
         """
         return cls(
             context_length=context_length,
@@ -151,7 +154,7 @@ class SchedulerStats(Frozen):
 
 
 class SchedulerView(Frozen):
-    """A copy of the running requests, by priority key, and of the state of all KV pages.
+    """A copy of the running requests, sorted by priority key, and of the state of all KV pages.
 
     Attributes:
         stats: the counts of the same moment.

@@ -32,7 +32,10 @@ class DraftPages:
     def __init__(
         self, pool: PagePool, kv_cache: KvCacheManager, states: RecurrentStates | None = None
     ) -> None:
-        """Allocate from `pool`, and with `states` slots for the recurrent states after drafts."""
+        """Allocate KV pages for drafts from `pool`.
+
+        `states` gives drafts their slots for recurrent states; None for models without such states.
+        """
         self._states = states
         self._pool = pool
         self._page_size = pool.page_size
@@ -78,7 +81,7 @@ class DraftPages:
         return order
 
     def settle(self, slice_: Slice, last_accepted: int) -> None:
-        """Keep the KV pages and the state of a request's accepted drafts; release all others.
+        """Keep the KV pages and recurrent state of accepted drafts; release pages of wrong drafts.
 
         `last_accepted` is the index of the last accepted draft, or `ROOT` if none was accepted.
         """
@@ -87,7 +90,7 @@ class DraftPages:
         self._settle_pages(slice_, last_accepted)
 
     def undo(self, slice_: Slice) -> None:
-        """Release the KV pages and the states of a slice's step, which was undone."""
+        """Release the KV pages and state slots of a slice's drafts, because its step is undone."""
         if self._states is not None:
             self._states.undo(slice_)
         self._settle_pages(slice_, ROOT)
@@ -126,8 +129,8 @@ class DraftPages:
     ) -> list[DraftBranch]:
         """Allocate KV pages for the branches of a draft tree, until the pool has no spare pages.
 
-        Each branch has the drafts between two neighbouring `bounds`. Returns the branches that got
-        pages.
+        `bounds` has the index of the first draft of each branch and, as its last value, the number
+        of all drafts. Returns the branches that got pages.
         """
         page_size, request = self._page_size, slice_.request
         assert slice_.count == 1, "only a slice of one row may have a draft tree"

@@ -1,8 +1,8 @@
 """The KV cache pages of requests: allocation, prefix caching, and pages of steps in flight.
 
 A request has one page list for each cache group of the model. The lists have the same length, and
-the page at index i of each list holds the same `page_size` tokens. A group with a sliding window
-has `NO_PAGE` where no later row reads.
+the page at index i of each list holds the same `page_size` tokens. In the list of a group with a
+sliding window, `NO_PAGE` replaces pages that no later row reads.
 """
 
 from __future__ import annotations
@@ -127,10 +127,11 @@ class KvCacheManager:
         requests does not free enough pages. The requests that keep running keep `num_reserved`
         pages: the pages that their tokens still need, and one in each cache group to grow into.
         Without this reserve, a request could start, be preempted soon, and compute its tokens
-        twice. When nothing runs, every request that the scheduler accepted fits.
+        twice. If all running requests are preempted, the waiting request fits: `Scheduler.add`
+        refuses larger requests.
 
-        More than `max_running` requests run after the limit was lowered. At most one of them is
-        preempted for the limit, so that not all pages are lost at once.
+        After `max_running` was lowered, more requests than this limit may run. At most one of them
+        is preempted because of the limit, so that not all pages are lost at once.
         """
         max_running = max(max_running, len(running))
         num_needed = self._num_needed(state.request, hit) + num_reserved
@@ -176,9 +177,9 @@ def all_pages(pages: list[list[int]]) -> list[int]:
 
 
 class PageWatcher(Protocol):
-    """Gets notice of the KV pages that requests use or compute. KV offload implements it.
+    """The interface of an observer of the KV pages that requests use or compute.
 
-    Its methods must be quick, because steps wait for them.
+    KV offload implements it. The methods must be quick, because steps wait for them.
     """
 
     def on_prefix_hit(self, state: RequestState, num_pages: int) -> None:
@@ -195,7 +196,8 @@ class PrefixCache:
     page is claimed by a more urgent running request waits for that page, so that it is not computed
     twice. That cannot deadlock: a claim ends with its owner, and running requests make progress in
     order of priority. A claim may also belong to a `Transfer`, which brings the page from a KV
-    offload tier or from another engine. Without an index there is no prefix cache.
+    offload tier or from another engine. Without a prefix index there is no prefix cache: no request
+    finds cached pages.
     """
 
     def __init__(
@@ -320,9 +322,9 @@ class PrefixCache:
         """Return the longest cached prefix that ends with a snapshot of the recurrent state.
 
         Returns None if a more urgent request is about to compute a longer shared prefix, or a KV
-        transfer brings a longer prefix and its snapshot. The other request is then asked to keep a
-        snapshot where the two prompts part. Otherwise, if the cached pages reach further than the
-        snapshots, this request keeps one at their end.
+        transfer brings a longer prefix and its snapshot. The more urgent request is then asked to
+        keep a snapshot where the two prompts part. Otherwise, if more pages are cached than the
+        returned prefix has, this request keeps a snapshot after the last cached page.
         """
         cached_prefix = self._hit_with_snapshot(keys, hit)
         for num_pages in range(len(keys), cached_prefix.num_pages, -1):
@@ -395,9 +397,10 @@ class StepsInFlight:
         return len(self.steps)
 
     def may_preempt(self) -> bool:
-        """Whether a running request may be preempted now, because no step in flight uses KV pages.
+        """Return whether a running request may be preempted now: only if no step is in flight.
 
-        If not, `must_drain` becomes True, and the scheduler plans no step until all are committed.
+        A step in flight uses KV pages of running requests. If False is returned, `must_drain`
+        becomes True, and the scheduler plans no step until all steps in flight are committed.
         """
         self._must_drain = bool(self.steps)
         return not self._must_drain

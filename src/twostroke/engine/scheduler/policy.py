@@ -42,7 +42,7 @@ class Continuous(Frozen):
         return None
 
     def wait_s(self, queue: QueueState) -> float | None:  # noqa: ARG002 - the same interface
-        """Return the seconds until waiting requests may start under this policy; None for never."""
+        """Return the seconds until waiting requests may start: 0 with continuous batching."""
         return 0.0
 
 

@@ -1,9 +1,10 @@
 """Waiting requests: their order, when they may start, and when their deadlines have passed.
 
-Tenants of the same priority share the engine by start-time fair queueing (Goyal, Vin, Cheng,
-1996). A virtual clock counts tokens per unit of weight. A request's virtual start is the time at
+Tenants of the same priority share the engine by start-time fair queueing (Goyal, Vin, Cheng, 1996).
+A virtual clock counts tokens per unit of weight. A request's virtual start is the virtual time at
 which the tenant's earlier requests are paid for, or the current virtual time if that is later. The
-earliest virtual start goes first, and the virtual time is the latest start of a running request.
+request with the earliest virtual start goes first. The current virtual time is the latest virtual
+start of all requests that have started.
 """
 
 from __future__ import annotations
@@ -167,9 +168,9 @@ class FairOrder:
 
     A tenant is charged for the tokens that are computed for its requests. The tenant with the
     lowest charge, relative to its weight, goes first. A request overtakes only requests that
-    arrived less than `max_overtakes` arrivals earlier. For each priority level by which a request
-    is more urgent, this distance grows by `max_overtakes`. If there is a single tenant, no request
-    overtakes another of the same priority.
+    arrived shortly before it: less than `max_overtakes` arrivals earlier. The distance grows by
+    `max_overtakes` for each priority level by which the later request is more urgent. If there is a
+    single tenant, no request overtakes another of the same priority.
     """
 
     def __init__(self, max_overtakes: int) -> None:
@@ -185,8 +186,9 @@ class FairOrder:
     def add(self, state: RequestState) -> bool:
         """Add a new request to its tenant's requests, and charge its expected cost.
 
-        The tenant's waiting requests of the same priority exchange their priority keys so that the
-        earliest deadline goes first. Returns whether any keys were exchanged.
+        If the new request has an earlier deadline than waiting requests of its tenant and priority,
+        these requests exchange their priority keys, so that the earliest deadline goes first.
+        Returns whether any keys were exchanged.
         """
         self._num_arrived += 1
         return self._levels[state.request.priority].add(state)
@@ -229,7 +231,8 @@ class _PriorityLevel:
     The cost of a request is its number of computed tokens: prompt and output tokens that were not
     in the prefix cache. Tenants compete for computed tokens, since a step has a limited number of
     them. The cost is estimated when a request arrives and corrected when it starts and when it
-    ends; the difference moves the tenant's later requests.
+    ends; the difference between cost and estimate moves the virtual starts of the tenant's later
+    requests.
     """
 
     def __init__(self, max_overtakes: int) -> None:
@@ -303,8 +306,9 @@ class _PriorityLevel:
     def _insert_by_deadline(self, waiting: list[RequestState], state: RequestState) -> bool:
         """Insert a new request before its tenant's waiting requests with later deadlines.
 
-        Each request with a later deadline gets the priority key of its successor; this happens to a
-        request at most `max_overtakes` times. Returns whether any key was exchanged.
+        The new request gets the priority key of the first request that it overtakes, and each
+        overtaken request gets the key of the request after it. A request is overtaken in this way
+        at most `max_overtakes` times. Returns whether any key was exchanged.
         """
         index, deadline_s = len(waiting), state.request.start_by_s
         while index and waiting[index - 1].request.start_by_s > deadline_s:
@@ -327,7 +331,10 @@ class _PriorityLevel:
         self._charge(state, account, num_prompt + min(max_output, account.mean_output))
 
     def _charge(self, state: RequestState, account: _TenantAccount, cost: float) -> None:
-        """Set the computed tokens that a tenant is charged for a request to `cost`."""
+        """Set the number of tokens that a tenant is charged for a request to `cost`.
+
+        The request's earlier charge is replaced.
+        """
         account.paid_until += (cost - state.charged_tokens) / state.request.weight
         state.charged_tokens = cost
         self._all_paid_at = max(self._all_paid_at, account.paid_until)
@@ -335,7 +342,7 @@ class _PriorityLevel:
     def _forget_idle_tenants(self) -> None:
         """Drop the accounts of tenants without requests if there are too many accounts.
 
-        Accounts with the least debt are dropped first.
+        The accounts that are paid for first in virtual time are dropped first.
         """
         if len(self._accounts) < len(self._unfinished) + _MAX_IDLE_TENANTS:
             return
@@ -354,8 +361,8 @@ class Deadlines:
     """Finds requests past their timeout, and requests that did not start in time.
 
     A timeout ends a waiting or running request. A request misses its deadline to start only if a
-    step was planned after the deadline without this request. So a request is not given up because
-    one step took long.
+    step was planned after the deadline without this request. So a request does not miss its
+    deadline only because one step took long.
     """
 
     def __init__(self) -> None:
@@ -378,8 +385,8 @@ class Deadlines:
     def pop(self, now_s: float) -> list[tuple[Request, DeadlineError]]:
         """Return requests that are past a deadline, each with its error.
 
-        The scheduler calls this before each step, and ends the requests. An error's fact `is_unrun`
-        says whether nothing was computed for the request.
+        The scheduler calls this before each step, and ends the requests. The entry `is_unrun` of an
+        error's `facts` says whether nothing was computed for the request.
         """
         expired = []
         for state in self._timeouts.pop(now_s):
@@ -435,8 +442,8 @@ class _DeadlineHeap:
 class StartRate:
     """Measures how many waiting tokens start per second, for each priority.
 
-    Time counts for a priority only while some of its tokens are left waiting. So its rate is the
-    speed of the engine, less the share that more urgent requests take.
+    Time counts for a priority only while some of its tokens are left waiting. So the rate of a
+    priority is the speed of the engine, less the share that more urgent requests take.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -465,10 +472,10 @@ class StartRate:
         self._started.clear()
 
     def wait_s(self, tokens: Mapping[int, int]) -> float | None:
-        """Return the seconds until a number of waiting tokens, given by priority, have all started.
+        """Return the seconds until waiting tokens have started; None without measurements.
 
-        A priority that has not waited yet is assumed to have the best rate of all priorities. None
-        without measurements.
+        `tokens` has the number of waiting tokens of each priority. A priority whose rate was not
+        measured yet is assumed to have the best rate of all priorities.
         """
         rates = {
             priority: num_tokens / seconds

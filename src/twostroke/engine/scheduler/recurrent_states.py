@@ -7,10 +7,11 @@ Snapshots let later requests start after a shared prefix. They are kept
 
 - at the last page boundary before the end of a prompt, where the next turn of a chat continues even
   if the chat template renders the answer differently;
-- at the last page boundary before the ends of beginnings that later prompts share, as the caller
-  says (`Hints.shared_lengths`): a chat template may render the end of the prompt differently, too;
-- where two prompts part: at the end of the pages that a later request shares;
-- every `SNAPSHOT_TOKENS` tokens, which bounds how many are computed again where prompts part;
+- at the last page boundary before each of the request's `Hints.shared_lengths`: the lengths of
+  prefixes that later prompts probably share;
+- where two prompts part: after the last page that a later request shares with this one;
+- every `SNAPSHOT_TOKENS` tokens, which bounds the number of tokens that a request computes again
+  after a shared prefix;
 - at the last page boundary that a request has computed, where a longer conversation continues.
 
 Drafts may be refused, so a step with drafts writes a state for each: to a slot after the newest
@@ -45,7 +46,10 @@ _MIN_SNAPSHOT_SHARE: Final = 0.25  # of the slots that drafts leave to snapshots
 
 
 def slots_per_request(steps_ahead: int) -> int:
-    """Return how many slots a running request needs: one for each step in flight, and its own."""
+    """Return how many slots for recurrent states a running request needs.
+
+    One slot has its current state; each step that may be in flight writes one more.
+    """
     return 2 + steps_ahead
 
 
@@ -73,12 +77,12 @@ def hit_with_snapshot(
 def with_room_for_states(
     config: SchedulerConfig, batch: BatchOptions, num_slots: int
 ) -> SchedulerConfig:
-    """Return a scheduler's limits with at most as many running requests as have slots for states.
+    """Return a scheduler's limits, with `max_running` lowered to the number of requests with slots.
 
     `num_slots`: slots for recurrent states; 0 for models without such states.
 
     Raises:
-        MemoryLimitError: static batches have more requests than that.
+        MemoryLimitError: a static or dynamic batch has more requests than there are slots for.
     """
     if not num_slots:
         return config
@@ -92,7 +96,7 @@ def with_room_for_states(
 
 
 class RecurrentStates:
-    """Gives the slices of steps their slots for recurrent states, and keeps snapshots.
+    """Assigns slots for recurrent states to the slices of steps, and keeps snapshots.
 
     Attributes:
         pool: the slots.
@@ -101,8 +105,8 @@ class RecurrentStates:
     def __init__(self, pool: StatePool, page_size: int, num_reserved: int = 0) -> None:
         """Manage the slots of `pool`, for requests with KV pages of `page_size` tokens.
 
-        `num_reserved`: slots that running requests may need for steps which are planned while a
-        step with drafts is in flight; 0 if no step is planned then.
+        `num_reserved`: number of slots that running requests may need for steps that are planned
+        while a step with drafts is in flight; 0 if no step is planned while another is in flight.
         """
         self.pool = pool
         self._page_size = page_size
@@ -128,9 +132,10 @@ class RecurrentStates:
         }
 
     def max_rows(self, state: RequestState, num_rows: int) -> int:
-        """Return how many of a request's next rows reach its next snapshot, at most `num_rows`.
+        """Return the number of a request's next rows up to its next snapshot, at most `num_rows`.
 
-        Without a prefix cache there are no snapshots.
+        A step must not compute rows past a token after which a snapshot is kept. Without a prefix
+        cache there are no snapshots, so the result is `num_rows`.
         """
         if state.chain is None:
             return num_rows
@@ -174,9 +179,10 @@ class RecurrentStates:
         slice_.request.planned_state_slot = slice_.read_state
 
     def commit(self, slices: Iterable[Slice]) -> None:
-        """Move the requests of a computed step to the states after their newest tokens.
+        """After a step, set each request's current state to the state that the step wrote.
 
-        `settle` moves a request whose drafts were accepted further.
+        This is the state after the newest token. If drafts were accepted, `settle` then replaces it
+        by the state after the last accepted draft.
         """
         for slice_ in slices:
             if slice_.read_state != NO_STATE:
@@ -184,10 +190,11 @@ class RecurrentStates:
             slice_.request.state_slot = slice_.write_state
 
     def settle(self, slice_: Slice, last_accepted: int) -> None:
-        """Move a request to the state after its last accepted draft; release the other states.
+        """Set a request's current state to the state after its last accepted draft.
 
-        `last_accepted` is the index of the draft, or `ROOT` if none was accepted. The state at the
-        last page boundary that the accepted drafts passed stays for `keep_snapshot`.
+        `last_accepted` is the index of the draft, or `ROOT` if none was accepted. The other states
+        of the step are released, except the state at the last page boundary that the accepted
+        drafts passed: `keep_snapshot` may need it.
         """
         request, num_accepted = slice_.request, 1 + last_accepted
         slots = [slice_.write_state, *slice_.draft_states]
@@ -201,7 +208,7 @@ class RecurrentStates:
         self._release_slots(slots)
 
     def end_commit(self) -> None:
-        """Release the states at passed page boundaries that did not become snapshots."""
+        """Release the states at page boundaries that `settle` kept and that became no snapshots."""
         if self._boundary_slots:
             self._release_slots([slot for _, slot in self._boundary_slots.values()])
             self._boundary_slots.clear()
@@ -224,8 +231,8 @@ class RecurrentStates:
         """Keep a request's state as a snapshot, if a page ends at its last computed token.
 
         If accepted drafts passed the end of a page, the state there is kept. A snapshot after
-        generated tokens replaces the request's earlier one of this kind, unless other prompts have
-        begun with that prefix.
+        generated tokens replaces the request's earlier snapshot after generated tokens, unless
+        other requests have used the earlier snapshot.
         """
         request, chain = state.request, state.chain
         num_pages, rest = divmod(request.num_settled, self._page_size)

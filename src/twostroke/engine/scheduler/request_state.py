@@ -38,30 +38,29 @@ class RequestState:
     """A request in the scheduler: its priority key, and its pages in the prefix cache.
 
     Attributes:
-        priority_key: set when the request is added. It changes only if a later request of the
-            same tenant has an earlier deadline: then the two requests exchange keys.
+        priority_key: set when the request is added. It changes only if a later request of the same
+            tenant has an earlier deadline: then the two requests exchange keys.
         num_times_overtaken: how many later requests have taken this request's key.
         charged_tokens: tokens that the tenant has been charged for this request so far.
         max_len: number of tokens, prompt included, at which the request ends.
         chain: hash keys of the request's full pages; None without a prefix cache.
         num_published: how many of the request's first pages are in the prefix index.
-        num_indexed: how many of the first pages the index had when the request started, in
-            cache groups with full attention. Groups with a window may have had fewer.
+        num_indexed: how many of the first pages the index had when the request started, in cache
+            groups with full attention. Groups with a window may have had fewer.
         publish_at: value of `num_computed` from which the next page is full.
         update_at: value of `num_computed` from which the next page is full or out of a window.
-        awaited_key: key of the page for which this request waits, because another request or a
-            KV transfer brings it; None if the request waits for no page.
+        awaited_key: key of the page for which this request waits, because another request or a KV
+            transfer brings it; None if the request waits for no page.
         has_started: whether the request has ever held pages.
         is_running: whether the request holds pages now; otherwise it waits.
-        snapshot_pages: numbers of pages after which the recurrent state is kept as a snapshot, for
-            models with such states.
-        parted_after: how many of the first pages the prefix cache had when the request was last
-            compared with it, if there was no snapshot of the recurrent state there; else 0.
-        compared_at: how many requests had started when the waiting request was last compared with
-            running requests; -1 if it was not compared yet.
+        snapshot_pages: for models with recurrent layers, the page counts at which a snapshot is
+            kept: 3 means after the first three pages.
+        parted_after: how many of the first pages were cached when the request last looked for its
+            prefix, if the cache had no snapshot of the recurrent state after them; else 0.
+        compared_at: how many requests of the scheduler had started when this waiting request's
+            prompt was last compared with the running requests; -1 if it was not compared yet.
         last_snapshot: page key of the newest snapshot after generated tokens.
-        may_sample_ahead: whether a step may compute a token that an earlier step in flight
-            samples.
+        may_sample_ahead: whether a step may compute a token that an earlier step in flight samples.
     """
 
     request: Request

@@ -49,21 +49,22 @@ class Scheduler:
     A request waits (first for the batching policy, then for room), runs (holds pages), and ends.
     Its priority key is fixed: its priority, then its tenant's fair turn (`FairOrder`), bounded by
     `max_overtakes`. The most urgent request is never preempted and computes a token in every step,
-    and only finitely many requests can go before a given one, so every request ends.
+    and only a bounded number of later requests can overtake a request, so every request ends.
 
     Between `plan` and `commit` a step is in flight. With `steps_ahead`, further steps may be
-    planned meanwhile; they are committed in the order of their plans. A request is in several
-    steps in flight only with consecutive chunks of its prompt, since its next token is not known
-    before the commit. With `samples_ahead` the backend knows that token: then requests whose
-    sampling needs no earlier token are in every step, and rows past the end of a request are
-    dropped at the commit.
+    planned meanwhile; they are committed in the order of their plans. A request is in several steps
+    in flight only with consecutive chunks of its prompt, since its next token is not known before
+    the commit. With `samples_ahead` the backend knows that token: then requests whose sampling
+    needs no earlier token are in every step, and rows after a request's last token are dropped at
+    the commit.
 
-    Requests may be added and finished at any time. Pages keep their owner until all steps that use
-    them are committed, so a request is preempted only while no step is in flight.
+    Requests may be added and finished at any time. A page belongs to its request until all steps
+    that use the page are committed, so a request is preempted only while no step is in flight.
 
     Attributes:
         config: the limits.
-        prefix_cache: the prefix cache, and pages that arrive from elsewhere.
+        prefix_cache: the prefix cache, and the KV transfers that bring pages from KV offload or
+            other engines.
     """
 
     def __init__(
@@ -259,11 +260,11 @@ class Scheduler:
     def add_drafts(
         self, slice_: Slice, drafts: Sequence[int], parents: Sequence[int] = ()
     ) -> Sequence[int]:
-        """Add the speculative drafts that fit to a slice of the newest step in flight.
+        """Add speculative drafts to a slice of the newest step in flight, while pages are free.
 
         Without `parents` the drafts are a chain. With `parents` they are a tree: `parents[i]` is
-        the index of the draft before draft i, or -1; the slice then has one row. Returns the
-        indices of the drafts that were added, in the order of their rows.
+        the index of the draft before draft i, or -1 for the slice's newest token; the slice then
+        has one row. Returns the indices of the drafts that were added, in the order of their rows.
         """
         state = self._states.get(slice_.request.id)
         if state is None:  # the request has ended
@@ -279,7 +280,8 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> list[RequestDelta]:
         """Apply the result of the oldest step: sampled tokens, full pages, ended requests.
 
-        Returns a delta for each request that got tokens or reports, or ended, in the plan's order.
+        Returns a delta for each request that got tokens, log-probabilities or hidden states, or
+        that ended, in the plan's order.
         """
         owners = self._in_flight.pop_oldest(plan)
         if self._recurrent is not None:
@@ -344,9 +346,9 @@ class Scheduler:
         self._num_recoveries += 1
 
     def replace_tokens(self, request: Request, num_kept: int, tokens: Sequence[int]) -> None:
-        """Replace a request's tokens after the first `num_kept`, whose KV cache stays.
+        """Replace all tokens of a request except the first `num_kept`, which stay in the KV cache.
 
-        A draft model's request follows the request of the target model this way.
+        The draft model's copy of a request gets the tokens of the target model in this way.
         """
         state = self._states[request.id]
         if not state.is_running:
@@ -440,10 +442,10 @@ class Scheduler:
             self._compare_waiting()
 
     def _compare_waiting(self) -> None:
-        """Compare the next waiting requests with running requests, once after each start.
+        """Compare the prompts of the next waiting requests with running requests, after each start.
 
-        A running request keeps a snapshot of its recurrent state where a waiting request needs it,
-        if it is asked before it computes these tokens.
+        A running request that computes a shared prefix is asked to keep a snapshot of its recurrent
+        state where the two prompts part. It must be asked before it computes these tokens.
         """
         for state in self._waiting.ready[:_MAX_LOOKAHEAD]:
             if state.awaited_key is None and state.compared_at != self._num_started:
@@ -462,7 +464,8 @@ class Scheduler:
     def _start_waiting(self, builder: StepBuilder, before: RequestState | None) -> None:
         """Start ready requests that go before the running request `before`, while there is room.
 
-        None for `before` means all ready requests. Room is the step's budget, and pages.
+        If `before` is None, all ready requests may start. There is room while the step's token
+        budget and the pool's pages last.
         """
         index = 0
         ready = self._waiting.ready
@@ -498,7 +501,7 @@ class Scheduler:
     def _num_reserved(self, builder: StepBuilder) -> int:
         """Return how many more KV pages the running requests need until their tokens are computed.
 
-        Counted once for each step.
+        The number is counted once for each step and kept in `builder`.
         """
         if builder.num_reserved is None:
             builder.num_reserved = self._kv_cache.total_reserved(self._running)
@@ -554,7 +557,10 @@ class Scheduler:
         return victim
 
     def _stop_running(self, state: RequestState) -> None:
-        """Release the KV pages of a request that stops running, after the steps in flight."""
+        """Mark a request as not running, and release its KV pages.
+
+        Pages that steps in flight use are released when these steps are committed.
+        """
         state.is_running = False
         self.prefix_cache.stop(state)
         self._in_flight.release(state)

@@ -69,7 +69,7 @@ class StepBuilder:
     def max_rows(self, request: Request, num_rows: int) -> int:
         """Return how many of a request's next rows this step may compute, at most `num_rows`.
 
-        Only rows that report log-probabilities of the prompt are limited, by `scored_rows_left`.
+        The only limit is `scored_rows_left`, for rows that report log-probabilities of the prompt.
         """
         if request.num_unscored <= self.scored_rows_left:
             return num_rows
@@ -131,10 +131,10 @@ class StepBuilder:
     ) -> None:
         """Remove decode slices of offline batch requests that would slow down other requests.
 
-        At most `max_batch_rows` of these slices stay if other requests run, and none if another
-        request has a prompt to prefill, as one of the `prefilling` or the waiting `ready` requests.
-        Batch requests with higher priority, and the first running request, are never paused, so
-        that no batch request waits forever. All sequences are sorted by priority key.
+        If other requests run, at most `max_batch_rows` of these slices stay. None stay if another
+        request has a prompt to prefill: a running request in `prefilling`, or a waiting request in
+        `ready`. Batch requests with higher priority, and the first running request, are never
+        paused, so that no batch request waits forever. All sequences are sorted by priority key.
         """
         if not running or not is_batch_request(running[-1]):
             return
@@ -189,9 +189,9 @@ def is_batch_request(state: RequestState) -> bool:
 def schedulable(running: list[RequestState], config: SchedulerConfig) -> Iterable[RequestState]:
     """Return the running requests that may be in the next step, in the order of `running`.
 
-    If steps are never in flight together, all requests may. With `steps_ahead`, each step in flight
-    gets an equal share of the decoding requests, so that consecutive steps of a pipeline take the
-    same time.
+    If only one step is in flight at a time, these are all running requests. With `steps_ahead`,
+    each step in flight gets an equal share of the decoding requests, so that consecutive steps of a
+    pipeline take the same time.
 
     With `samples_ahead`, requests that sample ahead are in every step. Other requests wait until
     their sampled tokens are known and then continue together, since a step with few rows takes
@@ -215,17 +215,18 @@ def schedulable(running: list[RequestState], config: SchedulerConfig) -> Iterabl
 
 
 def _awaits_token(state: RequestState) -> bool:
-    """Whether a request that cannot sample ahead has its next token in a step in flight."""
+    """Whether a step in flight samples the next token of a request that cannot sample ahead."""
     request = state.request
     is_out = not request.num_pending and request.num_computed >= request.num_prompt
     return is_out and not state.may_sample_ahead
 
 
 def _is_ready(state: RequestState, *, others_are_out: bool) -> bool:
-    """Whether a running request that does not sample ahead now may be in the next step.
+    """Whether a running request that does not sample ahead may be in the next step.
 
-    While `others_are_out`, requests that cannot sample ahead wait for tokens of steps in flight. A
-    request with a single pending token waits for them, so that these requests continue together.
+    `others_are_out`: whether steps in flight sample tokens of requests that cannot sample ahead.
+    Then such a request waits if it has only one pending token, so that all of these requests
+    continue in the same step; a request that prefills does not wait.
     """
     waits_for_others = others_are_out and not state.may_sample_ahead
     return state.request.num_pending > (1 if waits_for_others else 0)

@@ -1,7 +1,7 @@
-"""KV cache pages that arrive from elsewhere, and leases on pages that others read.
+"""Transfers of KV cache pages into the pool, and leases on pages while other readers use them.
 
-Pages arrive from a KV offload tier or from a prefill engine. Leases are for decode engines and for
-writing pages to tiers.
+Pages arrive from a KV offload tier or from a prefill engine. Leases protect pages while decode
+engines fetch them and while they are written to tiers.
 
 In models with recurrent layers, a transfer also brings a snapshot: the recurrent state after the
 last page that it brings. Without the snapshot the pages cannot be used.
@@ -33,12 +33,13 @@ class Transfer:
 
     Attributes:
         previous_keys: keys of the request's pages before the missing ones.
-        keys: keys of the missing pages, in order. Requests wait for those still claimed.
+        keys: keys of the missing pages, in order. Requests wait for the pages that are still
+            claimed.
         expires_at_s: time at which the claims are dropped, on the scheduler's clock.
         missing: pages that have not arrived yet, after `select_missing` has chosen them.
         pages: the pages of the pool that the transfer holds, by key.
-        num_pages: how many of the request's first pages are cached after the transfer, after
-            `select_missing` has chosen; None before.
+        num_pages: how many of the request's first pages will be cached after the transfer; None
+            until `select_missing` has chosen the pages.
         missing_state: page key of the snapshot that has not arrived yet; None without one.
         state_slot: the slot for the snapshot that the transfer holds, or `NO_STATE`.
         is_dropped: whether its claims are gone, so that no request waits for it any more.
@@ -61,13 +62,13 @@ class Transfer:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all that the transfer has chosen to bring has arrived."""
+        """Whether all pages and the snapshot that `select_missing` has chosen have arrived."""
         return not self.missing and self.missing_state is None
 
     def may_reach(self, keys: Sequence[bytes]) -> bool:
-        """Whether the snapshot at the transfer's end may be one of a sequence with page `keys`.
+        """Whether a request with the page keys `keys` can use the snapshot at the transfer's end.
 
-        This is not known before `select_missing`.
+        True also before `select_missing`, when the end is not known yet.
         """
         end = self.num_pages
         if end is None:
@@ -95,9 +96,9 @@ class Transfers:
     that misses such a page waits until the page arrives or the claim is dropped. A claim is dropped
     when the transfer fails or expires; the request then computes the page.
 
-    Transfers and leases together hold at most `max_held_pages`, the pages that the pool has beyond
-    the needs of the longest request. So they never deprive the most urgent running request. They
-    hold at most `max_held_states` slots for recurrent states, which running requests never need.
+    Transfers and leases together hold at most `max_held_pages` pages: the pages that the longest
+    request does not need. So the most urgent running request always has enough pages. They hold at
+    most `max_held_states` slots for recurrent states, which running requests never need.
     """
 
     def __init__(
@@ -277,7 +278,7 @@ class Transfers:
         return True
 
     def seconds_until(self, expires_at_s: float) -> float | None:
-        """Return the seconds until a KV transfer expires, at `expires_at_s`; None for never."""
+        """Return the seconds until a KV transfer expires at `expires_at_s`; None for never."""
         return None if expires_at_s == math.inf else max(0.0, expires_at_s - self._clock())
 
     def end(self, transfer: Transfer) -> None:
@@ -293,8 +294,8 @@ class Transfers:
     def lease(self, page_keys: Iterable[PageKey]) -> Lease:
         """Return a lease on cached KV pages, so that they can be read without being evicted.
 
-        Keys of pages that are not cached are ignored. Once `max_held_pages` are held, no page is
-        added.
+        Keys of pages that are not cached are ignored. No page is added once transfers and leases
+        hold `max_held_pages`.
         """
         lease = Lease({})
         for key in page_keys:
@@ -318,7 +319,11 @@ class Transfers:
         return Lease({}, slot)
 
     def num_pages_before(self, keys: Sequence[bytes], num_pages: int) -> int:
-        """Return after how many pages a sequence has its longest snapshot before `num_pages`."""
+        """Return the length in pages of the longest cached snapshot before page `num_pages`.
+
+        `keys` are the page keys of the sequence. The result is less than `num_pages`, and 0 if
+        there is no such snapshot.
+        """
         return 0 if self._states is None else self._states.longest(keys, num_pages - 1)[0]
 
     def release(self, lease: Lease) -> None:
