@@ -19,10 +19,10 @@ _RECOVERY_WEIGHT = 0.002  # of the prior, each time that no draft was made
 class AcceptanceRate:
     """The measured probability that a draft token is right, given that the drafts before it are.
 
-    Drafts have kinds, small numbers with a meaning of the proposer's own, such as a range of the
-    draft model's probability; each kind has its own rate. The rate of one request (`for_request`)
-    starts with the shared rate of all requests, and measurements update both. Drafts that are not
-    made are not measured either; so a rate that prevents drafts moves back towards its prior.
+    Each draft has a kind: a small number whose meaning the proposer defines, such as a range of the
+    draft model's probability. Each kind has its own rate. The rate of one request (`for_request`)
+    starts with the shared rate of all requests, and measurements update both. A rate so low that no
+    drafts are made would never be measured again, so it moves back towards its prior.
 
     Attributes:
         first: how often the first draft of a step was right lately.
@@ -49,13 +49,13 @@ class AcceptanceRate:
         return AcceptanceRate(self._prior, self._first_prior, self)
 
     def of(self, kind: int) -> float:
-        """Return the probability that a draft of this kind is right after right drafts."""
+        """Return the probability that a draft of this kind is right if the drafts before it are."""
         prior = self._prior[kind] if self._shared is None else self._shared.of(kind)
         num_right = self._num_right[kind] + _PRIOR_WEIGHT * prior
         return num_right / (self._num_tried[kind] + _PRIOR_WEIGHT)
 
     def pays(self, min_chance: float) -> bool:
-        """Return whether first drafts are right often enough (`min_chance`) to be made.
+        """Return whether the first drafts of steps are right with at least this probability.
 
         If not, the rate moves towards its prior, so that drafts are tried again later.
         """
@@ -82,7 +82,8 @@ class AcceptanceRate:
     def fade(self, kind: int) -> None:
         """Give the past measurements of a kind of drafts less weight.
 
-        Called when its drafts were not worth a row, so that they are tried again later.
+        The proposer calls this when drafts of the kind were not worth a row, so that they are tried
+        again later.
         """
         if self._shared is not None:
             self._shared.fade(kind)

@@ -66,8 +66,8 @@ class DraftModel(ModelProposer["DraftModelSequence"]):
     models that agree on a distribution agree on the token, at any temperature. A draft model with
     another vocabulary gets the request's text in its own tokens and samples greedily.
 
-    The draft model prefills a request's prompt when it is first asked about the request, unless the
-    answer is probably too short to make up for that.
+    The draft model prefills a request's prompt when it is first asked for drafts of the request,
+    unless the answer is probably too short for drafts to save that time.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class DraftModel(ModelProposer["DraftModelSequence"]):
     ) -> None:
         """Run the draft model with `runner`, up to `token_budget` rows per step.
 
-        `vocab_size` is the target's. The draft model, with `own_vocab_size`, may have rows for
-        tokens that do not exist, or lack some of the target's control tokens. `translator` is
-        needed if the vocabularies differ.
+        `vocab_size` belongs to the target model and `own_vocab_size` to the draft model. Even with
+        equal vocabularies the sizes may differ: by padding rows, or by control tokens that only the
+        target has. `translator` is needed if the vocabularies differ.
         """
         facts = runner.facts
         pool = PagePool(facts.num_pages, facts.page_size, facts.windows)
@@ -185,7 +185,7 @@ class DraftModel(ModelProposer["DraftModelSequence"]):
     def _prefill_pays(
         self, request: Request, tokens: list[int], cost: DraftCost, min_chance: float
     ) -> bool:
-        """Return whether a request's drafts may save more time than their model's prefill takes.
+        """Return whether drafts may save a request more time than the draft model's prefill takes.
 
         `tokens` are the request's tokens for the draft model. `min_chance` is the time of making a
         draft, measured in tokens that the target would generate meanwhile.
@@ -268,15 +268,17 @@ class TokenTranslator(Frozen):
 class DraftTokens:
     """A request's text, translated into the tokens of a draft model with another vocabulary.
 
-    The text is translated in portions while it grows. The last translated tokens may still change.
+    The text is translated in portions while it grows. The last translated tokens may still change
+    when more text follows.
 
     Attributes:
         translator: translates the tokens.
-        stride: tokens of the request to translate at once.
+        stride: how many tokens of the request to translate at once.
         tokens: the translated tokens. Only the first `num_settled` are final.
-        num_settled: tokens that stand for the first `num_read` tokens of the request.
-        num_prompt: settled tokens of the request's prompt.
-        num_read: see `num_settled`.
+        num_settled: how many of `tokens` are final; they are the translation of the request's first
+            `num_read` tokens.
+        num_prompt: how many final `tokens` belong to the request's prompt.
+        num_read: how many of the request's tokens have a final translation.
         is_behind: whether the request has more tokens to translate.
         is_ready: whether a draft may follow `tokens`.
     """
@@ -329,7 +331,7 @@ class DraftTokens:
 
 
 def _saved_part(chance: float, draft_cost: float, max_drafts: int) -> float:
-    """Return the ratio of decode time that drafts save, with the best number of drafts for a step.
+    """Return the fraction of decode time that drafts save, with the best number of drafts per step.
 
     The number is at most `max_drafts`. Each draft is right with probability `chance` if the drafts
     before it are. Making a draft takes as long as `draft_cost` tokens take without drafts.

@@ -159,7 +159,7 @@ F = TypeVar("F", bound=DraftSequence)
 class TimedRunner:
     """Runs steps of a draft model or head, and learns how long they take.
 
-    The first step is not measured, because it touches its memory for the first time.
+    The first step is not measured: it is slower, because memory is touched for the first time.
     """
 
     runner: Runner
@@ -176,7 +176,7 @@ class TimedRunner:
         return result
 
     def min_chance(self, num_requests: int, cost: DraftCost, step_s: float) -> float:
-        """Return how probably first drafts must be right so that making them pays.
+        """Return the lowest acceptance rate of first drafts at which making drafts pays.
 
         One step of `step_s` seconds makes a draft for each of `num_requests` requests. The result
         is 0 until some steps were timed, since a step that never runs is never timed.
@@ -238,9 +238,9 @@ class DraftSequences(Generic[F]):
     ) -> list[Proposal | None]:
         """Make draft tokens for each request of the target model; None for no drafts.
 
-        `follow` returns a request's draft sequence, updated with the target's newest tokens, from
-        the request, `cost` and the result of `min_chance`; None if the request should get no
-        drafts. `source` is the name of the proposer.
+        `follow` is called with a request, `cost` and the result of `min_chance`. It returns the
+        request's draft sequence, updated with the target's newest tokens, or None if the request
+        should get no drafts. `source` is the name of the proposer.
         """
         min_chance = self.min_chance(len(requests), cost)
         draft_sequences = [follow(request, cost, min_chance) for request in requests]
@@ -274,7 +274,7 @@ class DraftSequences(Generic[F]):
         self._runner.runner.forget(sequence)
 
     def min_chance(self, num_requests: int, cost: DraftCost) -> float:
-        """Return how probably first drafts must be right so that making them pays.
+        """Return the lowest acceptance rate of first drafts at which making drafts pays.
 
         One step of the draft model makes a draft for each of `num_requests` requests.
         """

@@ -1,8 +1,8 @@
 """Drafts of EAGLE and Medusa heads: small layers trained on the target's hidden states.
 
-Sources: EAGLE (arXiv:2401.15077, 2406.16858, 2503.01840) and Medusa (arXiv:2401.10774). Here both
-make a chain with leaves. Heads sample with the request's temperature, its seed and the token's
-index, from a smaller vocabulary.
+Sources: EAGLE (arXiv:2401.15077, 2406.16858, 2503.01840) and Medusa (arXiv:2401.10774). Here,
+drafts of both are a chain of tokens, with alternative tokens as leaves beside it. Heads sample with
+the request's temperature, its seed and the token's index, from a smaller vocabulary.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class EagleSequence(DraftSequence):
         base: the position of the request at which the sequence begins.
         text: the request's tokens; drafts follow them in the sequence.
         states: the hidden states of tokens that are not computed yet.
-        own_norm: normalizes the head's own hidden states before the head reads them; None: they
-            are read as they are.
-        max_waiting: the largest number of `states`; after more, the sequence starts again.
+        own_norm: normalizes the head's own hidden states before the head reads them; None: they are
+            read as they are.
+        max_waiting: maximum number of `states`; if there are more, the sequence starts again.
     """
 
     base: int = 0
@@ -109,11 +109,11 @@ class HeadKind(Frozen):
         name: the name of the method.
         target_norm: normalizes the target's hidden states before the head reads them; None: they
             are read as they are.
-        own_norm: as `target_norm`, for the head's own hidden states.
+        own_norm: the same for the head's own hidden states.
         num_prompt_states: how many rows at the end of a prompt the head computes, if the target
             reports their hidden states.
-        max_requests: prompts that come while this number of other requests have sequences are not
-            computed, since their hidden states would take much memory.
+        max_requests: while this number of requests have sequences, the head does not compute the
+            prompts of further requests, since their hidden states would take much memory.
     """
 
     name: str = "eagle"
@@ -126,7 +126,7 @@ class HeadKind(Frozen):
 class EagleHeads(ModelProposer[EagleSequence]):
     """Proposes draft tokens that an EAGLE head samples from the target's hidden states.
 
-    A layer for multi-token prediction (MTP) is such a head, too.
+    A layer for multi-token prediction (MTP) is used like an EAGLE head.
 
     A sequence begins where the request's first token is sampled, because that row's hidden state
     represents the prompt. In the next round, the keys and values of drafts are overwritten by the
@@ -210,8 +210,8 @@ class EagleHeads(ModelProposer[EagleSequence]):
     ) -> None:
         """Add hidden states, and the tokens that the target sampled from them, to a draft sequence.
 
-        The first state is at `position` of the request. `max_waiting` is for a sequence that begins
-        here.
+        The first state is at `position` of the request. If this call starts a sequence,
+        `max_waiting` is the maximum number of states in it.
         """
         if self._kind.target_norm is not None:
             states = self._kind.target_norm(states)
@@ -282,12 +282,13 @@ class EagleHeads(ModelProposer[EagleSequence]):
 class MedusaSequence(DraftSequence):
     """The state of Medusa heads for one request, with its draft tokens.
 
-    Medusa heads only read a hidden state of the target model. The sequence's tokens merely count
-    the request's output tokens. Rows of the heads use one page that is never written.
+    Medusa heads read nothing but a hidden state of the target model. The sequence has a placeholder
+    token for each output token of the request. Rows of the heads use one page that is never
+    written.
 
     Attributes:
         hidden: the hidden state from which the request's newest token was sampled.
-        num_tokens: the number of the request's tokens when it was sampled.
+        num_tokens: the number of the request's tokens up to this newest token.
     """
 
     hidden: State | None = None
@@ -316,7 +317,7 @@ class MedusaHeads(ModelProposer[MedusaSequence]):
         self._token_ids = tuple(token_ids)
 
     def see(self, plan: StepPlan, result: StepResult) -> None:
-        """Take the hidden states of the target's step from which the newest tokens were drawn."""
+        """Take the hidden states from which the target's step sampled the newest tokens."""
         for slice_, rows in sampled_rows(plan, result):
             request = slice_.request
             has_all_tokens = len(request.tokens) == slice_.start + slice_.count + len(rows)
@@ -357,7 +358,7 @@ class MedusaHeads(ModelProposer[MedusaSequence]):
         return draft_sequence
 
     def _follow(self, request: Request, min_chance: float) -> MedusaSequence | None:
-        """Return a request's draft sequence; None if there is none, or drafts do not pay."""
+        """Return a request's draft sequence; None if there is no sequence, or drafts do not pay."""
         draft_sequence = self._draft_sequences.get(request)
         if draft_sequence is None or draft_sequence.num_tokens != len(request.tokens):
             return None

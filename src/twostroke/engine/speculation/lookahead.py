@@ -33,7 +33,7 @@ _MIN_ROW_VALUE = 0.01  # of the window's rows
 
 
 class _DraftRow(NamedTuple):
-    """A draft token of lookahead decoding; many of these become a `Proposal`."""
+    """A draft token of lookahead decoding, from which a `Proposal` is built."""
 
     token: int
     chance: float
@@ -45,16 +45,16 @@ class _DraftRow(NamedTuple):
 class Lookahead:
     """Lookahead decoding: the target model drafts for itself, without another model.
 
-    A window of `num_columns` columns is computed beside each step. Column j has drafts for the
-    positions from the j-th after the newest token on: the tokens that were sampled there in the
-    last `length` - 1 steps. The first cells of the columns are a chain, the trunk; the other cells
-    of a column follow its first cell. The token sampled after a column's last cell completes an
-    n-gram of `length` tokens, which goes into the request's pool, and becomes the column's new last
-    cell.
+    In each step, a window of extra draft tokens is computed for a request. It has `num_columns`
+    columns of `length` - 1 cells; a cell is a token. The first cells of all columns are a chain
+    that follows the newest token, called the trunk. The other cells of a column follow the column's
+    first cell. The token that the step samples after a column's last cell completes an n-gram of
+    `length` tokens, which is stored for the request. In the next step, the column has lost its
+    first cell, and the sampled token is its last cell.
 
     Of the n-grams that begin with the newest token, the latest `max_ngrams` are proposed as drafts.
-    The value of a window row for later steps is not known, so it counts as twice the row's cost. If
-    that is too much, the `ProposerGain` stops the proposer.
+    How much a window row helps later steps is not known, so its value is taken to be twice its
+    cost. If the window costs more time than it saves, `ProposerGain` pauses the proposer.
     """
 
     name = "lookahead"
@@ -76,15 +76,15 @@ class Lookahead:
     def propose(self, requests: Sequence[Request], cost: DraftCost) -> list[Proposal | None]:
         """Return n-grams and the window's cells as drafts for each request; None for no drafts.
 
-        The cells are computed as drafts, too, although they are rarely right. Each request has one
+        The window's cells are rarely right, but must be computed like drafts. Each request has one
         pending token.
         """
         return [self._propose(request, cost) for request in requests]
 
     def learn(self, request: Request, proposal: Proposal, outcome: DraftOutcome) -> None:
-        """Take new n-grams from the tokens that a step sampled after the window's cells.
+        """Store new n-grams, which end with the tokens sampled after the window's columns.
 
-        Also learns which n-grams were right.
+        Also learns which of the proposed n-grams were right.
         """
         search = self._requests.get(request)
         if search is None:
@@ -124,10 +124,11 @@ class _LookaheadState:
     Attributes:
         length: the length of n-grams.
         rate: the acceptance rate of the request.
-        rng: for the first cells of columns.
+        rng: random numbers, from which new columns get their tokens.
         newest: the request's newest token.
         window: the cells of each column, the trunk's cell first.
-        pool: by first token, the other tokens of n-grams, the latest last.
+        pool: the stored n-grams: for each first token, the other tokens of its n-grams, the latest
+            n-gram last.
     """
 
     length: int
@@ -155,8 +156,8 @@ class _LookaheadState:
     def add_window(self, rows: list[_DraftRow], value: float) -> None:
         """Append the window's cells to a step's drafts, column by column.
 
-        A cell's number is the kind of its draft, so that `collect` finds the cell. `value` is the
-        worth of each cell's row, in tokens.
+        The kind of each draft encodes the index of its cell, so that `collect` finds the cell.
+        `value` is the value of each cell's row, in tokens.
         """
         trunk = ROOT
         for number, column in enumerate(self.window):

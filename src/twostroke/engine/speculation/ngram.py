@@ -1,7 +1,8 @@
 """N-gram drafts, also called prompt lookup: tokens that followed the same text before.
 
-There are three references: the request's own tokens, the answer that its caller predicts, and
-earlier answers to the same tenant. If a constraint allows only one text, that is proposed first.
+Drafts are looked up in three texts: the request's own tokens, the answer that its caller predicts,
+and earlier answers to the same tenant. If a constraint allows only one text, this text is proposed
+first.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ _LOOKUP_WEIGHT = 0.05  # of a new measurement in the average
 
 @dataclass(slots=True)
 class _References:
-    """The texts in which a request's drafts are looked up, and how often each gave right drafts.
+    """The texts in which a request's drafts are looked up, and the acceptance rate of each text.
 
     Attributes:
         context: the request's tokens.
         prediction: the answer that the caller predicts.
         rates: acceptance rates by source.
-        num_predicted: first tokens of the answer that are equal to the prediction.
+        num_predicted: how many of the answer's first tokens are equal to the prediction.
         was_right: whether the last draft was right.
     """
 
@@ -231,8 +232,9 @@ def _next_tokens(
 ) -> tuple[list[int], list[float]]:
     """Return drafts: the most frequent tokens after the occurrences of a match.
 
-    `ends` are the indices after the occurrences in `tokens`. Also returns, for each draft, the
-    ratio of the occurrences that have this token, among the occurrences that agreed so far.
+    `ends` are the indices after the occurrences in `tokens`. Also returns an agreement for each
+    draft: of the occurrences that continued with the earlier drafts, the fraction that continue
+    with this draft.
     """
     continuations = [_until_end(tokens[end : end + max_tokens]) for end in ends]
     if len(continuations) == 1:  # the most frequent case, without counting
@@ -256,5 +258,5 @@ def _next_tokens(
 
 
 def _until_end(tokens: list[int]) -> list[int]:
-    """Cut tokens at the mark that ends a stored answer."""
+    """Return the tokens before the first `END_OF_ANSWER`, or all tokens without one."""
     return tokens[: tokens.index(END_OF_ANSWER)] if END_OF_ANSWER in tokens else tokens

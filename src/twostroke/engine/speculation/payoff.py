@@ -39,7 +39,7 @@ def budget_function(
 ) -> Callable[[BatchShape], FixedDraftBudget | PayingDraftBudget]:
     """Return a function that makes the draft budget for steps of a given shape.
 
-    The budget is `count` drafts for each request or, if that is None, the drafts that pay.
+    The budget is `count` drafts for each request or, if `count` is None, the drafts that pay.
     """
     return (
         partial(PayingDraftBudget, step_time)
@@ -70,9 +70,9 @@ class FixedDraftBudget(Frozen):
 class PayingDraftBudget:
     """A budget of the drafts that bring the most expected tokens per second, over the batch.
 
-    Drafts are added in the order of their values, and each makes the step longer, as `step_time`
-    predicts. No drafts are used unless the best number brings 8% more tokens per second. Now and
-    then a step has no drafts, so that the time of such steps stays known.
+    The most valuable drafts are added first, and `step_time` predicts how much longer each makes
+    the step. No drafts are used unless the best number of drafts brings 8% more tokens per second.
+    Now and then a step has no drafts, so that the time of such steps stays known.
 
     A budget is valid for some steps that are similar to `batch`.
     """
@@ -90,9 +90,9 @@ class PayingDraftBudget:
         return self._cached_cost(min(MAX_DRAFTS, max_rows))
 
     def _compute_cost(self, max_drafts: int) -> DraftCost | None:
-        """Return the cost of a draft in steps with the number of drafts that is cheapest per draft.
+        """Return the cost of a draft in steps with the cheapest number of drafts.
 
-        None if no draft can pay.
+        The cheapest number has the lowest predicted cost per draft. None if no draft can pay.
         """
         seconds = self._seconds
         plain_s = seconds(0, 0)
@@ -136,10 +136,10 @@ class PayingDraftBudget:
 
 
 def cheap_numbers(num_rows: int, max_drafts: int) -> set[int]:
-    """Return the numbers of drafts in a step that may have the lowest cost per draft.
+    """Return candidates for the number of drafts in a step that has the lowest cost per draft.
 
-    Kernels are fastest with powers of two. So these are the powers of two up to `max_drafts`, and
-    the numbers that complete the `num_rows` other rows to a power of two.
+    Kernels are fastest with powers of two. So the candidates are the powers of two up to
+    `max_drafts`, and the numbers that bring the step's `num_rows` other rows up to a power of two.
     """
     numbers = {1 << exponent for exponent in range(max_drafts.bit_length())}
     numbers |= {(1 << exponent) - num_rows for exponent in range(_MAX_ROWS_TOGETHER.bit_length())}
@@ -150,12 +150,12 @@ def cheap_numbers(num_rows: int, max_drafts: int) -> set[int]:
 class ProposerGain:
     """Measures how much time a proposer's drafts save or lose, and pauses the proposer at a loss.
 
-    Acceptance rates and predicted times may be wrong together; this measures the result. A proposer
-    with a negative balance is not asked for some rounds, each time twice as long if it loses again
-    at once.
+    The learned acceptance rates and step times may be wrong, so this class measures the time that
+    drafts really save. A proposer that has lost time is not asked for some rounds. If it loses time
+    again at once, the next pause is twice as long.
 
     Attributes:
-        saved: the balance, in steps without drafts.
+        saved: the time saved so far (negative if lost), measured in steps without drafts.
     """
 
     saved: float = _START_STEPS
@@ -172,7 +172,7 @@ class ProposerGain:
         return not self._rest
 
     def add(self, won: float, spent: float) -> None:
-        """Add the gain and the cost of a round of drafts, both in steps without drafts."""
+        """Add the time that a round of drafts won and spent; the unit is a step without drafts."""
         change = won - (spent if spent > _MIN_COUNTED_STEPS else 0.0)
         self.saved += max(-_MAX_LOST_STEPS, change)
         if self.saved >= _MAX_SAVED_STEPS:

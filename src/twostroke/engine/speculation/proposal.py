@@ -137,9 +137,9 @@ class DraftCost(Frozen):
         """Return how probably one more draft must be right to pay for its making and its row.
 
         The present `num_drafts` took `spent_s` to make, another takes `next_s`, and the step is
-        expected to bring `num_tokens` with the present drafts. If another draft brings fewer tokens
-        for its time, the rate falls. Kernels compute some rows together, so the cost of a draft's
-        row is the lowest cost per row over some numbers of further rows.
+        expected to bring `num_tokens` with the present drafts. One more draft pays if it does not
+        lower the step's tokens per second. Kernels compute several rows together, so the cost of a
+        row is the lowest cost per row over several numbers of added rows.
         """
         if self.seconds is None:
             return self.min_chance(next_s)
@@ -152,12 +152,12 @@ class DraftCost(Frozen):
 
 
 class Watcher(Protocol):
-    """Is shown the result of each step of the target model, for example to take hidden states."""
+    """Gets the result of each step of the target model, for example to take hidden states."""
 
     def see(self, plan: StepPlan, result: StepResult) -> None:
         """Take the result of a step, with or without drafts.
 
-        The requests have the step's tokens already.
+        The step's tokens have been appended to the requests already.
         """
 
     def finish(self, request: Request) -> None:
@@ -190,9 +190,10 @@ class Proposer(Protocol):
 
 
 def sampled_rows(plan: StepPlan, result: StepResult) -> Iterator[tuple[Slice, list[int]]]:
-    """Yield each slice of a step that samples, with the rows whose tokens its request keeps.
+    """Yield each slice that samples, with the indices of the rows whose tokens its request keeps.
 
-    Rows are numbered over all sampled rows of the step. A request that ended may have kept fewer.
+    The indices count all sampled rows of the step. A request that has ended may have kept fewer
+    tokens.
     """
     first = 0
     for slice_ in plan.slices:

@@ -64,7 +64,8 @@ class SpeculationStats:
         proposed: drafts that were computed, by source.
         accepted: drafts that were right, by source.
         accepted_at: how often the draft at each depth was right.
-        passes: slices with drafts; each brought one token besides the accepted drafts.
+        passes: number of slices with drafts; each slice brought one token besides its accepted
+            drafts.
         saved_s: time saved, compared with `StepTimeModel`'s time for the same tokens without
             drafts.
         recent: the last steps, with or without drafts.
@@ -127,10 +128,10 @@ class Speculator:
     ) -> None:
         """Ask `proposers` for draft tokens, in order.
 
-        Later proposers are asked where earlier ones expect few tokens. Proposers `on_request` are
-        asked only about requests that name them. All steps are shown to the `watchers`, which may
-        be proposers, too. `budget_of` returns the budget of a step; it is used for some steps of
-        the same size.
+        A proposer is asked only about requests for which the proposers before it expect few tokens.
+        The proposers in `on_request` are asked only about requests that name them. The `watchers`
+        get the results of all steps; a proposer may also be a watcher. `budget_of` returns a step's
+        draft budget, which is also used for some later steps of the same size.
         """
         self.stats = SpeculationStats()
         self.methods = tuple(proposer.name for proposer in (*proposers, *on_request))
@@ -255,7 +256,8 @@ class Speculator:
     def _current_budget(self, plan: StepPlan) -> DraftBudget:
         """Return the draft budget for a step.
 
-        It takes time to compute and changes slowly, so it is used again for some similar steps.
+        A budget takes time to compute and changes slowly, so it is used again for some similar
+        steps.
         """
         size = len(plan.slices), sum(plan.counts), _num_sampling(plan)
         budget = self._budget
@@ -273,7 +275,7 @@ class Speculator:
         cost: DraftCost,
         step_drafts: StepDrafts,
     ) -> None:
-        """Ask a proposer for drafts where earlier proposers expect few tokens.
+        """Ask a proposer for drafts for the slices for which earlier proposers expect few tokens.
 
         A proposal replaces an earlier one for the same slice if it is expected to bring more
         tokens.
@@ -336,9 +338,9 @@ class Speculator:
 
     @contextmanager
     def _dropping_failed(self, observer: Proposer | Watcher) -> Iterator[None]:
-        """Drop a proposer or watcher that raises an error in this context.
+        """Return a context manager that drops a proposer or watcher if its call raises an error.
 
-        Answers do not depend on drafts, so the engine goes without it.
+        Answers do not depend on drafts, so the engine continues without the proposer.
         """
         try:
             yield

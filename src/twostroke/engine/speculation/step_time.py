@@ -125,7 +125,8 @@ class StepTimeModel:
     def _fitted_s(self, memory_s: float, arithmetic_s: float) -> float:
         """Predict a step's seconds from the times of memory traffic and arithmetic at the limits.
 
-        They are added: the times overlap, but the sum grows with the rows as steps do.
+        The two times are added although they overlap: the sum grows with the number of rows as the
+        time of real steps does.
         """
         return self.memory * memory_s + self.arithmetic * arithmetic_s
 
@@ -209,7 +210,10 @@ class StepTimeModel:
 
 
 def num_padded(num_rows: int, rows_together: int) -> int:
-    """Return how many rows kernels compute for a step: up to `rows_together`, a power of two."""
+    """Return how many rows kernels compute for a step of `num_rows` rows.
+
+    Up to `rows_together`, the number is rounded up to a power of two.
+    """
     return 1 << (num_rows - 1).bit_length() if 0 < num_rows <= rows_together else num_rows
 
 
