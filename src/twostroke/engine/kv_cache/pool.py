@@ -74,8 +74,8 @@ class PagePool:
     def horizon_s(self) -> float | None:
         """Seconds between now and the last use of the KV page that was evicted last.
 
-        None if no page was evicted. Pages are evicted by age, so every page used since then is
-        still cached.
+        None if no page was evicted. Pages are evicted in the order of their last use, so every page
+        used since then is still cached.
         """
         return None if self._evicted_s is None else self._clock() - self._evicted_s
 

@@ -70,8 +70,8 @@ class PrefixHit(Frozen):
 class PrefixIndex:
     """Finds the KV pages of a prompt's longest cached prefix, in each cache group.
 
-    The row after the prefix must find all that it reads: every page in a group with full attention,
-    and the last few pages in a group with a sliding window.
+    All pages that the next row after the prefix reads must be cached: every page in a group with
+    full attention, and the last few pages in a group with a sliding window.
 
     The index holds no references. An inserted page stays, referenced or cached, until the pool
     evicts it. Of two pages with the same key only the first is indexed.
@@ -156,9 +156,9 @@ class PrefixIndex:
 
         Used to decide which pages to load from disk, Redis or another engine. `keys` belong to the
         request's pages from index `first` on; its earlier pages are cached. `exists` says whether a
-        page can be fetched. The first result counts the keys of the longest prefix after which the
-        request could start. The second is, for each cache group, the index of the first page that
-        the request then reads.
+        page can be fetched. Returns how many of the `keys` belong to the longest prefix after which
+        the request could start, and, for each cache group, the index of the first page that the
+        request then reads.
         """
         groups, page_size = self._pool.groups, self._pool.page_size
         num_keys = len(keys)

@@ -25,16 +25,17 @@ _PASSED_WEIGHT: Final = 0.125
 
 @dataclass(slots=True)
 class _Snapshot:
-    """The snapshot of a prefix, with the facts that make up its value.
+    """A snapshot of the recurrent state after a prefix, with the facts that determine its value.
 
     Attributes:
         key: key of the prefix's last page.
         num_tokens: the length of the prefix.
         previous: key of the longest shorter snapshot of the same sequence; None without one.
-        used_at: the pool's count of uses at the snapshot's last use.
+        used_at: time of the last use, on a clock that counts the uses of all snapshots.
         num_uses: how many requests have started from it.
-        num_next: how many snapshots have this one as `previous`.
-        is_shared: whether several prompts are known to part after it.
+        num_next: how many snapshots have this snapshot as `previous`.
+        is_shared: whether several prompts are known to begin with this prefix and to differ after
+            it.
     """
 
     key: bytes
@@ -55,15 +56,15 @@ class StatePool:
 
     All slots have the same size, so the value of a snapshot is the number of tokens that would be
     computed again without it, multiplied by its uses and divided by the time since its last use:
-    hyperbolic caching (Blankstein et al., USENIX ATC 2017). Time is counted in uses of snapshots.
-    A chat starts from each of its snapshots at most once. So a snapshot that a longer one continues
-    is worth less, above all after its first use, unless several prompts share it. A snapshot whose
-    page was evicted has no value.
+    hyperbolic caching (Blankstein et al., USENIX ATC 2017). Time is counted in uses of snapshots. A
+    chat starts from each of its snapshots at most once. So a snapshot is worth less if the same
+    sequence has a longer snapshot, above all after its first use, unless several prompts share it.
+    A snapshot whose page was evicted has no value.
 
     Attributes:
         has_page: whether the prefix index has the page with a key.
-        num_extra: slots that transfers and leases hold, and the slots of drafts if steps are
-            planned while others are in flight: running requests must never need these slots.
+        num_extra: number of slots that running requests must never need: the slots of transfers and
+            leases and, if steps are planned while other steps are in flight, of drafts.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -131,10 +132,11 @@ class StatePool:
         *,
         is_shared: bool = False,
     ) -> None:
-        """Make a referenced slot the snapshot of the prefix with this page key, if it has none.
+        """Make a referenced slot the snapshot of the prefix with this page key.
 
-        The prefix has `num_tokens` tokens. `previous` is the key of the longest shorter snapshot of
-        the sequence. `is_shared`: whether other prompts are known to have this prefix.
+        Nothing happens if the prefix has a snapshot already, or the slot is another snapshot. The
+        prefix has `num_tokens` tokens. `previous` is the key of the longest shorter snapshot of the
+        sequence. `is_shared`: whether other prompts are known to have this prefix.
         """
         assert self._counts[slot] > 0, "only a referenced state is worth keeping"
         if key not in self._slots and slot not in self._snapshots:
@@ -145,10 +147,10 @@ class StatePool:
             self._link(snapshot, previous)
 
     def use(self, slot: int, previous: bytes | None) -> None:
-        """Note that a request starts from the snapshot in `slot`.
+        """Record that a request starts from the snapshot in `slot`.
 
-        `previous` is the key of the longest shorter snapshot of the request's sequence now: it may
-        have been kept after the snapshot.
+        `previous` is the key of the longest shorter snapshot of the request's sequence, which may
+        have been kept later than the snapshot itself.
         """
         snapshot = self._snapshots.get(slot)
         if snapshot is not None:
@@ -174,7 +176,7 @@ class StatePool:
             self._free.append(slot)
 
     def is_shared(self, key: bytes) -> bool:
-        """Whether a request started from the snapshot with this page key, or prompts part there."""
+        """Whether other requests have used the snapshot with this page key, or share its prefix."""
         slot = self.find(key)
         if slot == NO_STATE:
             return False
@@ -186,9 +188,10 @@ class StatePool:
         return self._slots.get(key, NO_STATE)
 
     def longest(self, keys: Sequence[bytes], num_pages: int) -> tuple[int, int]:
-        """Return the longest prefix with a snapshot, in pages up to `num_pages`, and its slot.
+        """Return the longest cached snapshot of a sequence, up to `num_pages` pages.
 
-        (0, `NO_STATE`) if there is none. `keys` are the page keys of the sequence.
+        `keys` are the page keys of the sequence. Returns the length of the snapshot's prefix in
+        pages, and its slot; (0, `NO_STATE`) if there is no snapshot.
         """
         for count in range(num_pages, 0, -1):
             slot = self._slots.get(keys[count - 1], NO_STATE)
@@ -210,7 +213,7 @@ class StatePool:
             self.drop(key)
 
     def _link(self, snapshot: _Snapshot, previous: bytes | None) -> None:
-        """Set the longest shorter snapshot of a snapshot's sequence; None if there is none."""
+        """Set `previous` of a snapshot: the longest shorter snapshot of its sequence, or None."""
         for key, change in ((snapshot.previous, -1), (previous, 1)):
             slot = NO_STATE if key is None else self._slots.get(key, NO_STATE)
             if slot != NO_STATE:

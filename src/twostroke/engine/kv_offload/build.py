@@ -29,8 +29,7 @@ def start_offload(
 ) -> None:
     """Start KV offload: an engine's requests load KV pages from disk or Redis, and store them.
 
-    It runs until the engine's loop ends. `model_digest` covers every byte of the weights, unlike
-    the model's identity.
+    It runs until the engine's loop ends. `model_digest` is a hash of every byte of the weights.
 
     Raises:
         UsageError: a tier cannot be used, or the engine has no pages to spare.
@@ -80,8 +79,8 @@ def check_tiers(options: OffloadOptions) -> None:
 def weights_digest(loaded: LoadedModel) -> str:
     """Return the SHA-256 of all weights of a model.
 
-    The digest comes from a cache file if the model's files have not changed. Unlike
-    `weights_identity` it covers every byte.
+    Every byte of the weights is hashed, while the faster `weights_identity` covers only a part. The
+    digest is read from a cache file if the model's files have not changed.
     """
     stamps = [
         (str(mapping.path), mapping.size, mapping.path.stat().st_mtime_ns)

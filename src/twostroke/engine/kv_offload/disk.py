@@ -47,9 +47,9 @@ ABOUT: Final = "about.json"
 class DiskTier:
     """Stores KV pages on disk: the `OffloadTier` with files `FOLDER/SPEC/ab/cd...`.
 
-    A file is named as its page. Several servers may share a folder: a file's name stands for its
-    content, and files appear by renaming and vanish by unlinking. Each server keeps the pages of
-    all specs together below `max_bytes`.
+    A file is named as its page. Several servers may share a folder: pages of the same name have the
+    same content, and a file is renamed into place when it is complete. Each server keeps the pages
+    of all specs together below `max_bytes`.
     """
 
     title = "disk"
@@ -57,7 +57,7 @@ class DiskTier:
     def __init__(self, folder: Path, spec: KvCacheSpec, max_bytes: int, model: str) -> None:
         """Store KV pages in a folder, which is created if necessary.
 
-        `model` is the model's name, for people.
+        `model` is the model's name, which `twostroke cache` shows.
 
         Raises:
             UsageError: the folder cannot be created or read.
@@ -150,7 +150,7 @@ class DiskTier:
     def probe(self) -> float:
         """Measure the shortest time, in seconds, to read a stored KV page from the disk.
 
-        The system's page cache is avoided. 0 if nothing could be read.
+        The operating system's page cache is avoided. Returns 0 if no page could be read.
         """
         page = memoryview(bytearray(self._page_bytes))
         times = []
@@ -263,7 +263,8 @@ def header_of(name: bytes, page: memoryview[Any], value: PageValue) -> bytes:
 def read_page(path: Path, name: bytes, page: memoryview[Any]) -> str | None:
     """Fill a KV page from its file, and verify the file.
 
-    Returns None, or the damage of the file, in words that complete an error message.
+    Returns None if the file is valid, and otherwise words for an error message that say how the
+    file is damaged.
 
     Raises:
         OSError: the file cannot be read.

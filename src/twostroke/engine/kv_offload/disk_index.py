@@ -41,10 +41,10 @@ class Entry:
 
 
 class _ScoredPage(NamedTuple):
-    """A stored KV page, with the highest score among itself and the pages that follow it.
+    """A stored KV page, its eviction score, and the time until which it must stay.
 
-    Pages that follow are useless without it. The time until which it must stay is the latest one
-    among the same pages.
+    Later pages of the sequence are useless without this page. So `score` and `keep_until_s` are the
+    maximums over this page and the pages that follow it.
     """
 
     name: bytes
@@ -56,13 +56,13 @@ class _ScoredPage(NamedTuple):
 class DiskIndex:
     """An index of the KV pages in a disk tier's folder, which chooses the pages to evict.
 
-    A page has at least the value of the pages that follow it in a sequence, and stays as long,
-    since they are useless without it. Pages that must be kept are evicted last, and only if they
+    A page is as valuable as any page that follows it in its sequence, and stays as long, since the
+    later pages are useless without it. Pages that must be kept are evicted last, and only if they
     take more than half of `max_bytes`.
 
     Attributes:
-        max_bytes: the limit.
-        num_bytes: the sum of the sizes.
+        max_bytes: maximum size of all stored pages together.
+        num_bytes: size of all stored pages together.
         entries: the pages by name.
     """
 
@@ -93,7 +93,7 @@ class DiskIndex:
         entry.used_s = max(entry.used_s, keep_until_s)
 
     def surplus(self, now_s: float, room: int) -> list[bytes]:
-        """Return the names of the KV pages to evict for `room` more bytes, least valuable first.
+        """Return the names of KV pages to evict until `room` more bytes fit, least valuable first.
 
         Of pages with equal scores, the later page of a sequence goes first.
         """
@@ -132,9 +132,9 @@ class DiskIndex:
         return pages
 
     def _protected_names(self, pages: list[_ScoredPage], now_s: float) -> set[bytes]:
-        """Return the names of pages that eviction must spare, up to half of `max_bytes`.
+        """Return the names of pages that must stay now and are evicted last.
 
-        They are the pages that must stay longest.
+        The pages that must stay longest come first, until the pages take half of `max_bytes`.
         """
         candidates = [page for page in pages if page.keep_until_s > now_s]
         candidates.sort(key=lambda page: (-page.keep_until_s, page.entry.index))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class StoredPages(Frozen):
-    """A summary of the KV pages on disk of one `KvCacheSpec`, for `twostroke cache`.
+    """Counts and times of the stored KV pages of one `KvCacheSpec`, for `twostroke cache`.
 
     Times are seconds since 1970; 0.0 if there is none.
 
@@ -60,9 +60,10 @@ def read_folder(root: Path, now_s: float) -> list[StoredPages]:
 
 
 def verify(root: Path) -> Iterator[tuple[Path, str, str]]:
-    """Read all stored KV pages; remove damaged files and yield each with its fault.
+    """Read all stored KV pages; remove the damaged files, and yield each with two texts.
 
-    The last text says why a file could not be removed; it is empty if it was removed.
+    The first text says how the file is damaged. The second says why the file could not be removed;
+    it is empty if the file was removed.
 
     Raises:
         UsageError: `root` is not the folder of a page cache.
@@ -88,7 +89,7 @@ def clean(root: Path, model: str | None, before_s: float) -> tuple[int, int, str
     """Remove stored KV pages last used before a time, of one model or of all models.
 
     Returns the number of removed pages and bytes, and why a page could not be removed (empty if all
-    were). A page that must be kept until later counts as used then.
+    were). A page that must be kept until some time counts as used at that time.
 
     Raises:
         UsageError: `root` is not the folder of a page cache, or has no pages of the model.

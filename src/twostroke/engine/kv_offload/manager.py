@@ -53,10 +53,10 @@ class OffloadManager:
 
     A queued request with a long prefill waits for stored pages if loading them is expected to take
     at most half as long as computing them, and if the first page is expected within half of the
-    time that may be lost. The wait ends as soon as it has cost more than the pages that have
-    arrived save, plus a small part of the prefill time. Pages are stored when they are used or
-    computed a second time, and at once for requests with `keep_s`. The scheduler reports used pages
-    by the methods of `PageWatcher`.
+    time that may be lost. The wait ends when it has lasted longer than the prefill time that the
+    loaded pages save, plus a small part of the whole prefill time. Pages are stored when they are
+    used or computed a second time, and at once for requests with `keep_s`. The scheduler reports
+    used pages by the methods of `PageWatcher`.
 
     In models with recurrent layers, a snapshot of the recurrent states is stored with its page. A
     request loads the snapshot after its longest stored prefix, and the pages before it. Since pages
@@ -224,7 +224,8 @@ class OffloadManager:
     def _fetch(self, transfer: Transfer, began_s: float, slack_s: float) -> None:
         """Load the KV pages that a waiting request lacks, in order, while that saves time.
 
-        `slack_s` is the time that may be lost if loading turns out to be slower than prefill.
+        `began_s` is the time at which the wait began. `slack_s` is the number of seconds that may
+        be lost if loading turns out to be slower than prefill.
         """
         if transfer.is_dropped or self._is_closing:
             return
@@ -270,7 +271,8 @@ class OffloadManager:
     ) -> float:
         """Load missing KV pages in order; return the prefill seconds that they save.
 
-        The transfer expires at `expires_at_s`, and later by the time that loaded pages save.
+        The transfer expires at `expires_at_s` plus the prefill seconds that the pages loaded so far
+        save.
         """
         index_by_key = {key: index for index, key in enumerate(transfer.keys, transfer.first_page)}
         saved_s = 0.0
@@ -293,8 +295,8 @@ class OffloadManager:
     ) -> bool:
         """Load missing KV pages and the snapshot after them; return whether all have arrived.
 
-        The first page comes first, because it shows whether the tier works. After it, the transfer
-        expires `within_s` seconds later.
+        The first page is loaded alone, because it shows whether the tier works. The transfer
+        expires `within_s` seconds after the first page has arrived.
         """
         windows = _windows(missing)
         for window in windows[:1]:
@@ -473,7 +475,7 @@ class OffloadManager:
 
 
 def _windows(page_keys: list[PageKey]) -> list[list[PageKey]]:
-    """Cut a list of pages into windows that are loaded together; the first page comes alone."""
+    """Split a list of pages into windows that are loaded together; the first has a single page."""
     starts = [0, *range(1, len(page_keys), _WINDOW_PAGES), len(page_keys)]
     return [page_keys[start:end] for start, end in pairwise(starts) if start < end]
 
@@ -516,7 +518,8 @@ class _MeasuredTier:
     def state_s(self, spec: KvCacheSpec) -> float:
         """Return the expected seconds to read a snapshot; 0 if the tier was not measured recently.
 
-        Before the first snapshot, it takes as long as pages of the same size together.
+        Before a snapshot was read, its time is estimated from the average time of a page and the
+        sizes.
         """
         page_s = self.page_s()
         measured_s = self._state_s if page_s else 0.0
@@ -539,7 +542,7 @@ class _MeasuredTier:
 
 
 class _Sources(NamedTuple):
-    """The tiers that have a request's missing KV pages, and snapshots after these pages."""
+    """For a request's missing KV pages and snapshots: the tier that each can be loaded from."""
 
     pages: dict[PageKey, _MeasuredTier]
     states: dict[bytes, _MeasuredTier]

@@ -1,7 +1,7 @@
 """The Redis tier: encrypted pages in a Redis server that several machines share.
 
-The server can neither read nor change them. This is the only module that imports redis and
-cryptography, the extra `store`.
+The server can neither read the pages nor change them unnoticed. This is the only module that
+imports redis and cryptography, the extra `store`.
 """
 
 from __future__ import annotations
@@ -194,9 +194,10 @@ class RedisTier:
             raise UsageError(text + end, field="page_store") from None
 
     def _call(self, operation: Callable[[], T], *, otherwise: T, writes: bool = False) -> T:
-        """Call the Redis server, unless calls pause after a failure.
+        """Run an operation on the Redis server, unless calls are paused after a failure.
 
-        Returns `otherwise` if the call fails or was not made.
+        Returns the operation's result, or `otherwise` if it fails or was not run. `writes`: whether
+        the operation writes.
         """
         if time.monotonic() < self._retry_s:
             return otherwise
@@ -243,7 +244,7 @@ class RedisTier:
 
 
 def _entries(name: bytes, page: memoryview[Any]) -> list[tuple[bytes, memoryview[Any]]]:
-    """Return the entries of a page: the name of each, and its part of the page.
+    """Split a page into Redis entries: return the name and the bytes of each.
 
     The first entry has the name of the page.
     """

@@ -17,7 +17,7 @@ _MAX_SEEN_KEYS: Final = 1 << 17  # of pages that were computed once
 
 
 def max_loss_s(prefill_s: float) -> float:
-    """Return the seconds that loading may lose against a prefill that takes `prefill_s`."""
+    """Return how many seconds loading stored pages may lose against a prefill of `prefill_s`."""
     return max(_MAX_LOSS_RATIO * prefill_s, min(_MIN_SLACK_S, prefill_s / 20))
 
 
@@ -29,14 +29,16 @@ def is_worth_loading(
     Args:
         expected_s: expected seconds to load all pages.
         first_page_s: expected seconds until the first page shows that the tier works.
-        max_expected_s: half of the prefill time of the pages, or more if it is only predicted.
-        slack_s: the seconds that may be lost.
+        max_expected_s: the longest loading time that pays: half of the pages' prefill time, or all
+            of it while prefill times are not measured yet.
+        slack_s: the number of seconds that may be lost if loading turns out to be slower than
+            prefill.
     """
     return expected_s <= max_expected_s and first_page_s <= slack_s / 2
 
 
 class ComputedPages:
-    """The keys of recently computed pages, to find pages that are computed again."""
+    """The keys of recently computed KV pages, to recognize pages that are computed again."""
 
     def __init__(self) -> None:
         self._keys: OrderedDict[bytes, None] = OrderedDict()
@@ -54,15 +56,16 @@ class ComputedPages:
 
 
 class RecentUses:
-    """When the cached pages of requests were used last, so that not every use is written."""
+    """The times at which cached pages were last used, so that tiers are not told of every use."""
 
     def __init__(self) -> None:
         self._used_s: OrderedDict[bytes, float] = OrderedDict()
 
     def add(self, last_key: bytes, now_s: float, *, always: bool = False) -> bool:
-        """Record a use of the pages up to `last_key`; return whether it must be written.
+        """Record a use of a sequence's pages up to `last_key`; return whether tiers must be told.
 
-        A use within a minute of the last written one is not written, unless `always` is true.
+        Tiers are not told of a use within a minute after the last use that they were told of,
+        unless `always` is true.
         """
         used_s = self._used_s.get(last_key, -TOUCH_INTERVAL_S)
         if not always and now_s - used_s < TOUCH_INTERVAL_S:

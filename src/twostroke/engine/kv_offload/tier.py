@@ -34,8 +34,8 @@ class KvCacheSpec(Frozen):
         kv_format: the number format of keys and values.
         page_bytes: bytes of a page.
         groups: the page size and the windows of the cache groups.
-        arithmetic: the backend, the level family and the bits of activations; where these are
-            equal, results are equal bit for bit.
+        arithmetic: the backend, the family of instruction-set levels and the bits of activations;
+            engines that agree in these compute equal results, bit for bit.
         only_prompts: whether pages with generated tokens are never reused
             (`PrefixIndex.reuse_generated` is False).
         version: the version of the pages' byte layout.
@@ -100,7 +100,7 @@ class PageValue(Frozen):
     def keep_until_s(self) -> float:
         """The time until which the page must stay, in seconds since 1970.
 
-        It is the last use if the page need not stay.
+        If the page need not stay, this is the time of its last use.
         """
         return self.used_s + self.keep_s
 
