@@ -40,8 +40,8 @@ class DecodeSide:
     """Decides for each new request whether a prefill engine computes its prompt.
 
     Attributes:
-        prefill_engines: connections to the prefill engines, by address; also to engines that are
-            not listed any more, until their KV transfers have ended.
+        prefill_engines: connections to the prefill engines, by address. A prefill engine that is
+            not listed any more keeps its connection until its KV transfers have ended.
     """
 
     def __init__(
@@ -122,9 +122,9 @@ class DecodeSide:
             )
 
     def _connect(self, addresses: Sequence[str]) -> None:
-        """Connect to prefill engines, and retire the connections to all others.
+        """Connect to the prefill engines at these addresses, and retire all other connections.
 
-        Connections that are retired are closed once they have no KV transfers.
+        A retired connection is closed once it has no KV transfers.
         """
         with self._pages.lock:
             for address, engine in self.prefill_engines.items():
@@ -155,7 +155,10 @@ class DecodeSide:
                 self.prefill_engines[address] = connection
 
     def _follow(self) -> None:
-        """Follow the changes of the file of prefill engines. If it cannot be read, they stay."""
+        """Read the file of prefill engines again and again, and connect to the engines in it.
+
+        If the file cannot be read, the connections stay as they are.
+        """
         assert self._listing is not None
         last_warning = ""
         while not self._closing.wait(_LISTING_INTERVAL_S):
@@ -170,7 +173,7 @@ class DecodeSide:
             self._connect((*self._fixed_peers, *listed))
 
     def _sum(self, name: str) -> float:
-        """Return the sum of a number over all prefill engines, present and past."""
+        """Return the sum of a counter (`num_bytes`, ...) over present and past prefill engines."""
         engines = self.prefill_engines.values()
         total: float = sum(getattr(engine, name) for engine in engines)
         return self._past_sums[name] + total

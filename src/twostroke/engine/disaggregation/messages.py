@@ -124,10 +124,11 @@ class FetchPages(Frozen, array_like=True, tag=3):
         number: the number of this fetch, in ascending order.
         id: the number of the prompt.
         offer: the number of the offer.
-        indices: which pages of the offer. With `COPIED` the decode engine has copied them
-            already, and `Content` says whether the copies may be used.
+        indices: which pages of the offer to fetch. With the mode `COPIED` the decode engine has
+            copied the pages already, and the answer, `Content`, says whether the copies may be
+            used.
         is_last: whether no other page of the offer will be fetched, so that the lease ends.
-        mode: how the pages get to the decode engine.
+        mode: how the pages get to the decode engine: `COPIED`, `SENT` or `WRITTEN`.
         targets: with `WRITTEN`, the pages of the decode engine to write to.
     """
 
@@ -213,10 +214,10 @@ class Offer(Frozen, array_like=True, tag=3):
 
 
 class Content(Frozen, array_like=True, tag=4):
-    """The prefill engine's answer to a fetch or `NixlProbe`, before bytes of KV pages.
+    """The prefill engine's answer to a fetch or a `NixlProbe`; the bytes of KV pages follow it.
 
-    There are `num_bytes` bytes. The pages must not be used if `is_valid` is false: the lease has
-    ended or NIXL has failed.
+    There are `num_bytes` bytes, 0 if the pages are not sent by the socket. The pages must not be
+    used if `is_valid` is false: the lease has ended or NIXL has failed.
     """
 
     number: int
@@ -240,7 +241,7 @@ class PrefillLoad(Frozen, array_like=True, tag=6):
     Attributes:
         queue_flops: work of all prompts that wait or are prefilled, in FLOPs.
         flops_per_s: speed of prefill; 0 until it has been measured.
-        last_id: number of the newest prompt of this connection that is included.
+        last_id: number of the newest prompt from this decode engine that `queue_flops` includes.
     """
 
     queue_flops: float

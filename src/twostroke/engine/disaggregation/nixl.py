@@ -1,9 +1,9 @@
-"""Moves pages by NIXL, in a process of its own that can be killed.
+"""Moves KV pages by NIXL, in a separate process that can be killed.
 
-NIXL can release a transfer in progress, but a peer that was stopped and continues writes the pages
-all the same. Closing an agent instead makes the peer's process abort. So each connection has a
-process in which only NIXL runs (`nixl_process.py`). It maps the engine's pages, and once it has
-ended nothing can read or write them from outside.
+NIXL can release a transfer in progress, but a peer process that was suspended still writes the
+pages when it continues. Closing an agent makes the peer's process abort. So each connection has a
+process in which only NIXL runs (`nixl_process.py`). This process maps the engine's pages into its
+memory; once it has ended, no other engine can read or write the pages.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class ConnectAgents(Frozen, array_like=True, tag=1):
 
 
 class MovePages(Frozen, array_like=True, tag=2):
-    """A message to a NIXL process: write own KV pages to another engine, or read its pages.
+    """A message to a NIXL process: write this engine's pages to the other engine, or read from it.
 
-    Without pages, the memory for probes is moved.
+    Without pages, the memory for probes is moved, to measure the link.
     """
 
     is_write: bool
@@ -153,7 +153,7 @@ class NixlProcess:
         self._request(MovePages(is_write, list(own_pages), list(peer_pages)), within_s)
 
     def probe(self, within_s: float, *, is_write: bool) -> None:
-        """Move the memory for probes between the engines, to measure NIXL; errors as `move`."""
+        """Move the memory for probes, to measure the link by NIXL; errors are as in `move`."""
         self._request(MovePages(is_write, [], []), within_s)
 
     def end(self) -> None:

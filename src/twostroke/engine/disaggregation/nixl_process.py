@@ -42,7 +42,7 @@ _MAX_CALL_S: Final = 60  # after which the system kills a process that hangs in 
 
 
 def main() -> None:
-    """Carry out the messages of the engine that started this NIXL process, until it ends."""
+    """Carry out the messages of the engine that started this process, until the engine ends."""
     socket_file, page_file, num_pages, page_bytes = map(int, sys.argv[1:])
     connection = Connection(socket.socket(fileno=socket_file), RECEIVED_BY_NIXL_PROCESS)
     agent: _Agent | None = None

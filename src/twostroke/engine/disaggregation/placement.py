@@ -38,9 +38,10 @@ _TYPICAL_PROMPT_TOKENS: Final = 1024  # length of prompts whose lengths are not 
 
 
 class MissingPrefill(Frozen):
-    """The work for the part of a prompt without cached KV pages.
+    """The work for the pages of a prompt that are not cached in the decode engine.
 
-    It is either computed (`flops`) or fetched from a prefill engine (`num_bytes`).
+    The pages are either computed, which takes `flops`, or fetched from a prefill engine, which
+    moves `num_bytes`.
     """
 
     flops: float
@@ -48,14 +49,14 @@ class MissingPrefill(Frozen):
 
 
 class LocalPrefill(Frozen):
-    """The situation of the decode engine if it prefills a prompt itself.
+    """The decode engine's load and speed, to predict the time of prefilling a prompt there.
 
     Attributes:
         queue_flops: work of prompts that wait or are prefilled.
         flops_per_s: speed of prefill; 0 without measurements.
         num_steps: number of steps in which the prompt would be prefilled.
-        max_outputs: for each running stream, the maximum number of tokens still to come. Each
-            of the steps delays a stream that gets a token in it.
+        max_outputs: for each running stream, the maximum number of tokens still to come. Each of
+            these `num_steps` steps delays all streams that get a token in it.
     """
 
     queue_flops: float
@@ -71,7 +72,7 @@ class PrefillEngineState(Frozen):
         queue_flops: work of prompts that wait or are prefilled.
         flops_per_s: speed of prefill; 0 without measurements.
         bytes_per_s: speed of fetching pages.
-        overhead_s: time of transfers beyond queueing, computing and fetching.
+        overhead_s: the part of a transfer's time that is not queueing, computing or fetching.
     """
 
     queue_flops: float
@@ -104,8 +105,8 @@ class PrefillPlacement:
     Callers hold the engine loop's lock.
 
     Attributes:
-        rule: a word of `DISAGGREGATE`.
-        decisions: number of decisions by reason.
+        rule: one of `DISAGGREGATE`: "auto", "always" or "never".
+        decisions: number of decisions, by reason.
     """
 
     def __init__(
@@ -203,10 +204,10 @@ class PrefillPlacement:
         num_missing: int,
         flops_per_s: float,
     ) -> LocalPrefill:
-        """Return the situation of this engine if it prefills a request's prompt itself.
+        """Return this engine's load and speed, for prefilling a request's prompt here.
 
-        The request itself, and prompts in the queue that prefill engines compute, are left out of
-        the load.
+        The load includes neither the request itself nor queued prompts that prefill engines
+        compute.
         """
         num_queued, max_outputs = self._scheduler.backlog()
         num_queued -= sum(len(other.tokens) for other in (request, *remote_requests))
@@ -247,8 +248,8 @@ def local_prefill_s(
 ) -> float:
     """Return the seconds that prefilling a prompt in this engine costs all its requests.
 
-    The prompt waits for prompts before it. Each running stream waits for the steps with chunks of
-    the prompt, unless the stream ends before.
+    The result is the time that the prompt waits for earlier prompts, plus the time by which chunks
+    of the prompt delay each running stream until the stream ends.
     """
     num_delayed = sum(min(1.0, count / local.num_steps) for count in local.max_outputs)
     flops = local.queue_flops + work.flops * (1 + num_delayed)
@@ -270,7 +271,7 @@ def remote_prefill_s(
 
 
 class TransferOverhead:
-    """The time of KV transfers from one engine beyond queueing, computing and fetching.
+    """The part of KV transfers' time that is not queueing, computing or fetching, for one engine.
 
     Measurements lose weight with time. Otherwise an engine that was slow once would get no prompt
     again.

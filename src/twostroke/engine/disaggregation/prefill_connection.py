@@ -59,7 +59,7 @@ _SCRATCH_BYTES: Final = 1 << 16
 
 @dataclass(slots=True, frozen=True)
 class OfferedPage:
-    """A KV page of an offer: its index in the offer, its key, and its number in the other pool."""
+    """An offered KV page: its index in the offer, its key, and its number in the prefill engine."""
 
     index: int
     key: PageKey
@@ -81,10 +81,11 @@ class KvTransfer:
         began_s: time at which the transfer began.
         stall_timeout_s: maximum time without progress.
         due_s: time by which the next progress must come.
-        offers: numbers of the offers received.
-        requested: pages that have been asked for.
-        num_pending: fetches without an answer.
-        num_writing: fetches that may write to pages. The pages are not released before this is 0.
+        offers: numbers of the received offers.
+        requested: keys of the pages that have been requested.
+        num_pending: number of fetches that were not answered yet.
+        num_writing: number of fetches that may still write to this engine's pages. The pages are
+            not released before this is 0.
         is_finished: whether no more pages will be offered.
         fault: why the prefill engine could not compute the prompt.
         has_ended: whether an outcome has been recorded.
@@ -158,8 +159,8 @@ class PageFetch:
         keys: the pages of this fetch.
         remaining: pages of the same offer to fetch next.
         began_s: time at which the fetch began.
-        mode: how the pages come, a word of `messages`.
-        is_state: whether the snapshot of an `OfferState` is fetched, and no pages.
+        mode: how the pages get here: `COPIED`, `SENT` or `WRITTEN` (`messages.py`).
+        is_state: whether the fetch is for the snapshot of an `OfferState` instead of pages.
     """
 
     transfer: KvTransfer
@@ -172,7 +173,7 @@ class PageFetch:
 
     @property
     def is_written(self) -> bool:
-        """Whether the prefill engine writes the pages into this engine, until its answer comes."""
+        """Whether the prefill engine may write pages into this engine until it has answered."""
         return self.mode == messages.WRITTEN
 
 
@@ -205,7 +206,7 @@ class PrefillEngineConnection:
     ) -> None:
         """Connect to a prefill engine, and reconnect until `close`.
 
-        `link` is a word of `PEER_LINKS`.
+        `link` is one of `PEER_LINKS`: how pages may be fetched.
         """
         assert loop.pages.memory is not None
         self.transfers: dict[int, KvTransfer] = {}
@@ -350,9 +351,10 @@ class PrefillEngineConnection:
         self._release_pages()
 
     def _release_pages(self) -> None:
-        """Release KV pages of ended transfers to which nothing writes any more.
+        """Release KV pages that ended transfers hold and no fetch can write to any more.
 
-        They are held until their request has started or ended, so that it finds them.
+        A transfer keeps its pages until its request has started or ended, so that the request finds
+        them in the cache.
         """
         for transfer in self._ended_transfers:
             request = transfer.request
@@ -616,7 +618,7 @@ class PrefillEngineConnection:
         """Receive the bytes of a fetch into its KV pages, or into the slot of its snapshot.
 
         Raises:
-            ConnectionLostError: there are more or fewer bytes.
+            ConnectionLostError: the number of bytes is not the size of the pages.
         """
         claims = fetch.transfer.transfer
         memory, targets = self._memory, [claims.pages[key] for key in fetch.keys]
@@ -659,7 +661,7 @@ class PrefillEngineConnection:
     # The sending thread.
 
     def _run_sender(self) -> None:
-        """Send queued messages to the prefill engine, and end transfers that are late.
+        """Send queued messages to the prefill engine; end transfers that make no progress.
 
         This is the sending thread's function; it returns at `close`.
         """

@@ -74,8 +74,8 @@ class PrefillSide:
     ) -> None:
         """Listen at `address` for decode engines.
 
-        `page_file` is the open file of the KV pages, if other processes can map them. `link` is a
-        word of `PEER_LINKS`.
+        `page_file` is the open file of the KV pages, if other processes can map them. `link` is one
+        of `PEER_LINKS`: how decode engines may fetch pages.
         """
         self.client = client
         self.spec = spec
@@ -167,12 +167,12 @@ class DecodeEngineConnection:
     name of the engine to which it leads.
 
     No page is reused while the decode engine may read it: each lease has references to its pages,
-    and a reply that is being sent keeps the lease. If the decode engine copies pages itself,
-    `Content` tells it whether the lease lasted until the end of the copy.
+    and a lease does not end while a reply with its pages is sent. If the decode engine copies pages
+    itself, `Content` tells it whether the lease lasted until the end of the copy.
 
-    Leases end in any order, and their pages would be evicted in this order. But a page is useless
-    without the pages before it. So the end of a prompt's last lease marks the pages as used in the
-    order of the prompt.
+    Leases may end in any order, and pages would be evicted in this order. But a page is useless
+    without the pages before it. So when a prompt's last lease ends, the prompt's pages are marked
+    as used, such that the prompt's first page is evicted last.
 
     Attributes:
         prompts: prompts of the decode engine that are not finished, by number.
@@ -316,7 +316,7 @@ class DecodeEngineConnection:
                 pass  # a duplicate
 
     def _prefill(self, message: messages.PrefillPrompt) -> None:
-        """Offer the cached KV pages of a prompt; prefill the prompt unless these are all."""
+        """Offer the cached KV pages of a prompt; prefill the prompt if some are missing."""
         if message.id <= self._newest_id:
             return  # a duplicate
         self._newest_id = message.id
@@ -579,7 +579,11 @@ class _LeasedPrompt(RequestListener):
         return bool(self.unoffered) or self.state_key is not None
 
     def take(self, delta: RequestDelta, now_s: float) -> Output | None:
-        """Offer the KV pages that a step has completed to the decode engine."""
+        """Offer the KV pages that a step has completed to the decode engine.
+
+        Returns an empty last output if the prefill has ended, and None before. The sampled token is
+        dropped, because the decode engine samples all tokens.
+        """
         del delta  # its token is dropped
         reason = self.request.finish_reason
         self._decode_engine.offer(self)

@@ -68,7 +68,7 @@ class TransferMethod:
     """A method of fetching KV pages from a prefill engine: shared memory, NIXL or the socket.
 
     Attributes:
-        mode: a word of `messages`.
+        mode: `COPIED`, `SENT` or `WRITTEN` (`messages.py`).
         title: the name for logs and metrics.
         is_nixl: whether NIXL moves the pages.
     """
@@ -93,7 +93,7 @@ class TransferMethod:
     def copy(self, pages: Sequence[int], memory: PageMemory, targets: Sequence[int]) -> None:
         """Copy KV pages of the prefill engine to pages `targets` of `memory`, in mode `COPIED`.
 
-        In other modes nothing is copied here.
+        In other modes this does nothing.
 
         Raises:
             NixlProcessError: NIXL failed; nothing writes to the targets any more.
@@ -127,10 +127,10 @@ def choose_transfer_method(
     nixl_memory: NixlMemory,
     link: str,
 ) -> TransferMethod:
-    """Return the fastest method of fetching KV pages that `link` allows, by measurement.
+    """Measure the methods of fetching KV pages that `link` allows, and return the fastest.
 
-    A prefill engine on this machine has sent the open `shared_file` of its `num_pages` pages; then
-    shared memory is used without measuring.
+    `shared_file` is the open file of the prefill engine's `num_pages` pages, if that engine runs on
+    this machine. Then shared memory is used without measuring.
 
     Raises:
         RefusedError: `link` requires NIXL, which one of the engines cannot use.
@@ -265,8 +265,9 @@ _libc.mmap.argtypes = (
 def share(memory: PageMemory) -> int | None:
     """Make the memory of KV pages readable by other processes, by backing it with a file.
 
-    The memory must not be used yet. Returns the open file. None if the memory does not consist of
-    whole pages of the system, or the system refuses. The socket then sends KV pages.
+    The memory must not be used yet. Returns the open file. Returns None if the memory does not
+    consist of whole pages of the operating system, or if the system refuses; KV pages are then sent
+    by the socket.
     """
     if memory.mapped is None:
         return None
