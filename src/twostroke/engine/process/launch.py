@@ -1,6 +1,6 @@
 """Starts an engine process early: before the server has read its options.
 
-The engine process and the server's process can so import their modules at the same time. This
+In this way the engine process and the server's process import their modules at the same time. This
 module imports little, so that the engine process starts as early as possible.
 """
 

@@ -127,7 +127,7 @@ class _OpenCall(Outputs):
 class RequestHandler:
     """Handles the server's messages in the engine process, and sends replies and outputs.
 
-    `call_by_request` has the call id of each request that no step has started yet.
+    `call_by_request` maps each request that no step has started yet to the id of its call.
     """
 
     def __init__(self, engine: Engine, server: ServerConnection) -> None:
@@ -271,8 +271,7 @@ class RequestHandler:
     ) -> GrammarMatcher:
         """Compile a request's constraint within `limit_s` seconds.
 
-        The server is told before that the call `id_` starts, because compiling may kill the
-        process.
+        First the server is told that the call `id_` starts, because compiling may kill the process.
         """
         self._server.send(wire.RequestsStarted([id_]))
         return self._client.grammars.compile(constraint, limit_s)

@@ -64,8 +64,8 @@ class LoadModel(Frozen, array_like=True, tag=1):
 class Generate(Frozen, array_like=True, tag=2):
     """The server asks the engine to answer prompts.
 
-    Their requests have waited `waited_s` seconds in the server. `progress` has the part of
-    each answer that was delivered before the engine died; it is empty if no engine died.
+    The requests of the call have waited `waited_s` seconds in the server. `progress` has the part
+    of each answer that was delivered before the engine died; it is empty if no engine died.
     """
 
     id: int
@@ -111,7 +111,8 @@ class Compile(Frozen, array_like=True, tag=5):
 class GetStatus(Frozen, array_like=True, tag=6):
     """The server asks for an `EngineStatus`.
 
-    Each of `spans` has a length in seconds, and the number of seconds since its end.
+    Each of `spans` is a time span for counts: its length in seconds, and how many seconds ago it
+    ended.
     """
 
     id: int
@@ -148,7 +149,7 @@ class Loading(Frozen, array_like=True, tag=1):
 
 
 class Log(Frozen, array_like=True, tag=2):
-    """The engine process asks to write a line to the server's log."""
+    """The engine process asks the server to write a line to the server's log."""
 
     logger: str
     level: int
@@ -177,10 +178,10 @@ class Accepted(Frozen, array_like=True, tag=5):
 
 
 class RequestsStarted(Frozen, array_like=True, tag=6):
-    """The engine process reports the calls that it starts to compute, before it does so.
+    """The engine process reports calls just before it computes or compiles them for the first time.
 
-    They may be the cause if the process dies. Their requests are in a step, or their constraints
-    are being compiled. The message has the ids of the calls.
+    If the process dies next, these calls may be the cause. Their requests are in the next step, or
+    their constraints are compiled next. The message has the ids of the calls.
     """
 
     ids: list[int]
@@ -237,7 +238,7 @@ EngineMessage = (
 class _EncodedError(Frozen, array_like=True):
     """An error in a message between server and engine: the name of its class, and arguments.
 
-    `fields` names the `facts` that are the name of a request's field (`Field`).
+    `fields` are the keys of `facts` whose values are names of request fields (of the type `Field`).
     """
 
     class_name: str

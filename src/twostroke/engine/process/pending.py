@@ -52,12 +52,13 @@ class RemoteOutputs(UnreadOutputs):
     Attributes:
         message: the message of the call.
         received_s: when the server got the call, on the monotonic clock.
-        accepted: done when the engine has queued the call, or refused it.
-        has_started: whether a step has computed a request of the call.
-        is_started: the same, in the present engine process.
+        accepted: a future that is done when the engine has queued or refused the call.
+        has_started: whether any engine process has started to compute the call.
+        is_started: whether the present engine process has started to compute the call.
         has_output: whether the present engine process has sent an output of the call, since the
             call was sent to it last.
-        died_s: the time of the death after which the call has no output yet; None without it.
+        died_s: when an engine process that computed the call died, until the call has another
+            output; else None.
         num_deaths: deaths of engine processes that were computing the call.
         was_admitted: whether an engine process has queued the call.
         is_cancelled: whether the caller has cancelled the call.
@@ -103,7 +104,7 @@ class RemoteOutputs(UnreadOutputs):
         self._cancel(self)
 
     def start(self) -> None:
-        """Note that the engine process has started to compute the call."""
+        """Record that the engine process has started to compute the call."""
         self.is_started = self.was_admitted = True
         if not self.has_started:
             self.has_started = True
@@ -121,7 +122,7 @@ class RemoteOutputs(UnreadOutputs):
         self._deliver(output)
 
     def leave_process(self) -> None:
-        """Note that the engine process computes the call no more, so another may continue it."""
+        """Record that the engine process stopped computing the call; another may continue it."""
         self.is_started = self.has_output = False
 
     def next_message(self) -> wire.Generate | wire.EmbedTexts:
@@ -203,7 +204,7 @@ class PendingCalls:
     """
 
     def __init__(self, send: Callable[[wire.ServerMessage], None]) -> None:
-        """Call `send` with messages for the engine process, while `is_up`."""
+        """Use `send` to send messages to the engine process while `is_up`."""
         self.open: dict[int, RemoteOutputs] = {}
         self.unsent: dict[int, RemoteOutputs] = {}
         self.crash_history = CrashHistory()
@@ -324,12 +325,12 @@ class PendingCalls:
             self.open[outputs.message.id] = self.unsent[outputs.message.id] = outputs
 
     def take_back(self, error: EngineDiedError, compiled: Sequence[wire.Compile]) -> bool:
-        """Let calls wait for the next engine process, after the death of the process.
+        """After the death of the engine process, let its calls wait for the next process.
 
-        A call that the process had started continues in the next process. It fails with `error` if
-        the limits do not allow that, and with another error if it kills engines. `compiled` are the
-        constraints that the process was compiling. Returns whether any call had started or any
-        constraint was being compiled.
+        A call that the process had started continues in the next process. A call fails with `error`
+        if the limits of resumption are reached, and with `EngineKillerError` if it probably has
+        killed the process. `compiled` are the constraints that the process was compiling. Returns
+        whether any call had started or any constraint was being compiled.
         """
         self.is_up = False
         self._running_alone = None
@@ -420,8 +421,8 @@ class CrashHistory:
     Requests with the same content count as one, also from different callers. A request that saw two
     deaths must run alone until its first output, and after two more deaths to its end. It is
     refused only after a death at which it ran alone, because otherwise another request may be the
-    cause. If it had an output then, it must have been meant to run alone to its end: otherwise
-    something outside the engine may have killed several processes during a long answer.
+    cause. A death after the request's first output counts only if the request had to run alone to
+    its end: during a long answer, something outside the engine may have killed the process.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -434,7 +435,7 @@ class CrashHistory:
     ) -> None:
         """Count a death of the engine process for the requests that were running.
 
-        `has_output` says that the process had sent an output of each of them.
+        `has_output` says whether the process had sent an output of each of these requests.
         """
         keys = set(map(_content_hash, running))  # several calls may have the same content
         for key in keys:

@@ -79,8 +79,9 @@ class RemoteEngine:
     ) -> None:
         """Serve the model of `card` with `process`, which has loaded `load` and sent `ready`.
 
-        Without a process, `ready` has the facts before the first load. The supervisor calls an
-        `observer` in place of this engine; the observer passes the calls on to this engine.
+        If `process` is None, no process runs yet and `ready` has the facts that are known before
+        the model is loaded. If there is an `observer`, the supervisor reports events to the
+        observer instead of this engine; the observer passes them on.
         """
         self.card = card
         self.update_facts(ready)
@@ -212,7 +213,7 @@ class RemoteEngine:
     def num_inquiries(self) -> int:
         """The number of messages to the engine process that wait for a reply, besides calls.
 
-        They compile constraints and ask for the status.
+        These messages compile constraints and ask for the status.
         """
         return len(self._inquiries)
 
@@ -298,8 +299,8 @@ class RemoteEngine:
     def change_limits(self, token_budget: int, max_running: int) -> None:
         """Change the limits of later steps, also in later engine processes.
 
-        Limits above the limits at the start of a process are lowered to these. Call this in the
-        event loop.
+        A limit cannot be higher than it was when the process started; higher values are lowered.
+        Call this in the event loop.
         """
         self._limits = token_budget, max_running
         self._send_limits()
@@ -438,7 +439,7 @@ class RemoteEngine:
                 self._reply(message.id, message.status)
 
     def on_death(self) -> bool:
-        """Keep the calls for the next engine process; return whether the dead one ran any."""
+        """Keep the calls for the next engine process; return whether the dead process ran any."""
         error = self._death_error()
         compiling = [self._inquiries[id_][0] for id_ in self._compiling]
         compiled = [message for message in compiling if isinstance(message, wire.Compile)]

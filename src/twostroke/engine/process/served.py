@@ -45,8 +45,8 @@ class EngineFacts(Frozen):
 class EngineStatus(Frozen):
     """The state of an engine at one moment.
 
-    `spans` are the counts of the requested time spans, in order. `memory_bytes` is the memory of
-    the engine's process. `disaggregation` is None in the role "mixed".
+    `spans` has the counts of each requested time span, in the order of the request. `memory_bytes`
+    is the memory of the engine's process. `disaggregation` is None in the role "mixed".
     """
 
     snapshot: Snapshot
@@ -182,8 +182,8 @@ class ServedEngine(Protocol):
     async def read(self, spans: Sequence[tuple[int, int]] = ()) -> EngineStatus:
         """Return the engine's status, as of now or shortly before.
 
-        Each of `spans` is a length in seconds, and the seconds since its end; the engine remembers
-        the last `MAX_SECONDS`.
+        Each of `spans` is a time span for counts: its length in seconds, and how many seconds ago
+        it ended. The engine remembers the last `MAX_SECONDS`.
         """
 
     def flush(self) -> None:

@@ -49,7 +49,7 @@ def expected_load_s(num_bytes: int) -> float:
 
 
 class ProcessObserver(Protocol):
-    """Gets notice of events of a supervised engine process: messages, death, restart.
+    """The interface by which a supervisor reports messages, death and restart of its process.
 
     `RemoteEngine` implements it. All methods are called in the event loop.
     """
@@ -69,7 +69,7 @@ class ProcessObserver(Protocol):
     def on_load_failure(self, error: TwostrokeError) -> bool:
         """Handle that the engine process could not load its model.
 
-        Returns True if no other process should be started until `wake`.
+        Returns True if no other process should be started until `Supervisor.wake` is called.
         """
 
     def on_give_up(self, reason: str) -> None:
@@ -81,7 +81,7 @@ class Supervisor:
 
     Attributes:
         is_up: whether a process takes requests.
-        is_resting: whether there is no process, until `wake`.
+        is_resting: whether there is deliberately no process, until `wake` is called.
         num_deaths: deaths of processes so far.
         load_s: seconds that the last process took to load.
     """
@@ -93,10 +93,10 @@ class Supervisor:
         ready: wire.EngineReady,
         observer: ProcessObserver,
     ) -> None:
-        """Own an engine process that has loaded `load`, or rest without one; call `attach` next.
+        """Own an engine process that has loaded `load`, or wait without a process for `wake`.
 
-        `ready` is the last message of the process about its facts. `observer` gets notice of
-        events.
+        `ready` is the last message of the process about its facts. Events are reported to
+        `observer`. Call `attach` next.
         """
         self.is_resting = process is None
         self.num_deaths = 0
@@ -139,7 +139,8 @@ class Supervisor:
     def restart_in_s(self) -> float:
         """Expected seconds until an engine process takes requests.
 
-        They are the remaining pause before a restart, and the remaining load.
+        This is the rest of the pause before the restart, plus the expected time of loading the
+        model.
         """
         if self.is_up:
             return 0.0
@@ -356,7 +357,8 @@ class ProgressWatchdog:
     def __init__(self, predicted_s: float, now_s: float, min_limit_s: float = 0.0) -> None:
         """Limit the time of steps to some multiple of `predicted_s`, and to `min_limit_s` at least.
 
-        `predicted_s` is the predicted time of the largest step. The limit is also for silence.
+        `predicted_s` is the predicted time of the largest step. The same limit applies to the time
+        without messages from the process.
         """
         self.progress = StepProgress(0, 0.0)
         self._predicted_s = predicted_s
@@ -398,11 +400,11 @@ class ProgressWatchdog:
         return replace(progress, step_s=progress.step_s + silent_s)
 
     def is_late(self, now_s: float) -> bool:
-        """Whether half of the limit has passed in a step or in silence."""
+        """Whether the current step, or the time without messages, has passed half of the limit."""
         return max(self._silent_s(now_s), self._step_s(now_s)) > self.limit_s / 2
 
     def fault(self, now_s: float, *, is_starved: bool = False) -> str | None:
-        """Return why the engine process must be killed, or None.
+        """Return why the engine process must be killed; None if it need not be killed.
 
         Call this several times a second. `is_starved` says that the process waits for a processor,
         because the machine is busy: then the limit is several times as high.
@@ -422,7 +424,8 @@ class ProgressWatchdog:
     def next_check_s(self, now_s: float) -> float:
         """Return the seconds until `fault` must be called again.
 
-        So the interval between two checks does not add to the limit of silence.
+        A check is due as soon as the limit is reached, so that the interval between two checks is
+        not added to the limit.
         """
         left_s = self.limit_s - self._silent_s(now_s)
         if left_s < 0:  # it waits for a processor
