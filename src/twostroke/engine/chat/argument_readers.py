@@ -37,21 +37,22 @@ _BRACKETS: Final = {"[": "array", "{": "object"}
 
 
 class ArgumentReader(Protocol):
-    """Reads the arguments of one call, in the notation of the model, as they arrive."""
+    """The interface of readers of one tool call's arguments, as they arrive from the model."""
 
     def read(self, text: str, offset: int) -> tuple[int, str, bool]:
-        """Read from an offset of a text; return the next offset, JSON, and whether it is complete.
+        """Read the text from `offset`; return the next offset, JSON, and whether arguments ended.
 
-        The joined JSON of all calls is the JSON of the arguments. Text from the returned offset on
-        belongs to the next call of this method, which gets more text after it, or follows the
-        arguments.
+        The JSON texts of all calls of this method, joined, are the arguments. If the arguments have
+        not ended, the next call must get the text from the returned offset on, with more text after
+        it. If they have ended, the text after the offset is not part of the arguments.
         """
 
     def finish(self, rest: str, *, is_cut: bool) -> str | None:
-        """Return the end of the JSON at the end of the answer; None if the arguments are cut.
+        """Return the rest of the JSON when the answer ends; None if the arguments are incomplete.
 
-        `rest` is the text that was not read. Marks after the arguments may be missing. If the
-        answer `is_cut`, arguments after which more could have come are cut.
+        `rest` is the text that was not read. Closing texts after the arguments may be missing.
+        `is_cut` says that the answer was cut short: then arguments that more text could have
+        continued are incomplete.
         """
 
 
@@ -67,14 +68,14 @@ def reader_of(notation: Notation, schema: Mapping[str, Any]) -> ArgumentReader:
 
 
 class JsonReader:
-    """Finds the end of a JSON object: the bracket that closes it."""
+    """Reads arguments that are a JSON object, up to the bracket that closes the object."""
 
     def __init__(self) -> None:
         self._depth = 0
         self._in_string = self._is_escaped = False
 
     def read(self, text: str, offset: int) -> tuple[int, str, bool]:
-        """Read from an offset of a text, as in `ArgumentReader`."""
+        """Read the text from `offset`; see `ArgumentReader.read`."""
         for index in range(offset, len(text)):
             char = text[index]
             if self._is_escaped:
@@ -93,13 +94,13 @@ class JsonReader:
         return len(text), text[offset:], False
 
     def finish(self, rest: str, *, is_cut: bool) -> str | None:
-        """Return None: an object that was not closed is cut."""
+        """Return None: an object that was not closed is incomplete."""
         del rest, is_cut
         return None
 
 
 class TagReader:
-    """Reads arguments whose names and values stand between marks.
+    """Reads arguments whose names and values stand between tags, such as `<parameter=city>`.
 
     A value whose type can only be a string is returned as it arrives. Other values are returned
     when they are complete: as JSON literals if they are, and else as strings.
@@ -116,7 +117,7 @@ class TagReader:
         self._is_open = False
 
     def read(self, text: str, offset: int) -> tuple[int, str, bool]:
-        """Read from an offset of a text, as in `ArgumentReader`."""
+        """Read the text from `offset`; see `ArgumentReader.read`."""
         parts: list[str] = []
         if not self._is_open:
             self._is_open = True
@@ -144,7 +145,7 @@ class TagReader:
         return None if self._value is not None or may_go_on else "}"
 
     def _begin(self, match: regex.Match[str], parts: list[str]) -> None:
-        """Begin the value of the argument that a match of its marks names."""
+        """Begin the value of the argument whose tags `match` has matched."""
         name = match["key"]
         separator = ", " if self._num_arguments else ""
         parts.append(f"{separator}{json.dumps(name, ensure_ascii=False)}: ")
@@ -158,10 +159,11 @@ class TagReader:
 
 
 class _TagValue:
-    """Reads one value up to the mark that ends it.
+    """Reads the value of one argument, up to the tag that ends it.
 
-    The mark may occur in strings inside an array or an object, unless the value may have any type:
-    then an array may as well be the beginning of a text.
+    Inside the strings of an array or an object, this tag is part of the value. If the value may
+    have any type, it may also be a text that looks like an array; then the first such tag ends the
+    value.
     """
 
     def __init__(self, notation: TagNotation, types: frozenset[str]) -> None:
@@ -239,7 +241,7 @@ class _TagValue:
 
 @cache
 def _argument_pattern(notation: TagNotation) -> regex.Pattern[str]:
-    """Return the regular expression of the text from an argument's begin to its value."""
+    """Return the regular expression of the tags and the name before an argument's value."""
     stop = regex.escape(notation.key_end.strip(BLANKS)[0])
     key_end = _with_loose_blanks(notation.key_end.rstrip(BLANKS))
     if notation.other_key_end:
@@ -253,5 +255,5 @@ def _argument_pattern(notation: TagNotation) -> regex.Pattern[str]:
 
 
 def _with_loose_blanks(text: str) -> str:
-    """Return a regular expression of a text in which other blanks may stand in place of blanks."""
+    """Return a regular expression of a text that accepts any white space for its white space."""
     return r"\s*+".join(map(regex.escape, text.split()))

@@ -1,4 +1,4 @@
-"""The forms in which models write tool calls: marks, and the text between them."""
+"""The forms in which models write tool calls, such as JSON between `<tool_call>` tags."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ PLACEHOLDERS: Final = {INDEX: r"\d", NUMBER: r"\d", ID: r"[\w.:\-]"}
 
 
 class Unmarked(Enum):
-    """Which answers count as tool calls although the model left out the call marks.
+    """Which answers count as tool calls although they lack the call mark, such as `<tool_call>`.
 
-    Such an answer begins with a JSON object that names a function: ALL of these answers, only
-    FENCED ones (in a Markdown fence), or NONE.
+    Only answers that begin with a JSON object that names a function can count: ALL of these
+    answers, only FENCED ones (in a Markdown fence), or NONE.
     """
 
     ALL = "all"
@@ -49,13 +49,16 @@ class Unmarked(Enum):
 class CallForm(Frozen, kw_only=True):
     """The form in which a model writes tool calls.
 
-    Calls are: `begin`; head, name, middle, arguments, tail of each call; `end`.
+    The calls of an answer are written as `begin`, then each call with `between` between the calls,
+    then `end`. A call is `head`, the function's name, `middle`, the arguments and `tail`.
 
     Attributes:
-        mark: the first text of calls; `begin` or `head` starts with it.
+        mark: the call mark, the text by which calls are recognized, such as `<tool_call>`; `begin`
+            or `head` starts with it.
         begin: the text before the first call.
-        head: the text before the name of a call. It and `middle` may have one of `PLACEHOLDERS`.
-        name_prefix: the text before a function's name that belongs to the name.
+        head: the text before the name of a call. `head` and `middle` may contain one of
+            `PLACEHOLDERS`.
+        name_prefix: a prefix that calls add to a function's name, such as `functions.`.
         id_mark: the text between the name and an id, if the form has ids.
         middle: the text before the arguments.
         notation: how the arguments are written.
@@ -64,10 +67,11 @@ class CallForm(Frozen, kw_only=True):
         end: the text after the last call.
         is_quoted: whether the name is a JSON string.
         is_bare: whether calls are written without `mark`, as the whole answer.
-        loose_begin: the end of `head`, if models write it without the text before.
-        marks: other texts of the form that a vocabulary may have as special tokens.
-        described_as: words by which the instructions of a prompt may describe the form.
-        has_own_tokens: whether only models with this form have all these tokens.
+        loose_begin: a part at the end of `head` that some models write without the part before it.
+        marks: further texts of the form that may be special tokens of a vocabulary.
+        described_as: words in a prompt's instructions that show that the model uses this form.
+        has_own_tokens: whether the form can be recognized by its special tokens: no model with
+            another form has all of them.
         has_channels: whether a call is a message in a channel (`harmony.py`).
     """
 
@@ -110,7 +114,7 @@ class CallForm(Frozen, kw_only=True):
         return bool(self.begin)
 
     def name(self, name: str) -> str:
-        """Return a function's name as calls in this form have it, perhaps as a JSON string."""
+        """Return a function's name as calls contain it: as a JSON string, or with a prefix."""
         return json.dumps(name) if self.is_quoted else self.name_prefix + name
 
     def write(self, calls: Iterable[tuple[str, str]]) -> str:
@@ -139,14 +143,14 @@ class CallForm(Frozen, kw_only=True):
     def fitted(
         self, prompt: str, answer: str, after: str, arguments: Mapping[str, str]
     ) -> CallForm | None:
-        """Return this form with the white space of a chat template; None if it has another form.
+        """Return this form with a chat template's white space; None for a template of another form.
 
         Used to find the form that a chat template writes, from a test conversation that ends with
         a call.
 
         Args:
             prompt: the rendered conversation up to the name of the call.
-            answer: the end of `prompt` that no other answer has.
+            answer: the part of `prompt` from the begin of the answer with the call.
             after: the text from the end of the name, perhaps with more text after the call.
             arguments: the arguments of the call.
         """
@@ -160,7 +164,7 @@ class CallForm(Frozen, kw_only=True):
         return _fit(self, prompt, after, arguments)
 
     def _fits(self, before: str, after: str) -> bool:
-        """Whether a call with JSON was rendered in this form; blanks are ignored."""
+        """Whether a rendered call with JSON arguments has this form; white space is ignored."""
         quote = '"' if self.is_quoted else ""
         opening = _any_index(_without_blanks(self.opening + quote + self.name_prefix))
         following = _any_index(_without_blanks(quote + (self.id_mark or self.middle)))
@@ -176,7 +180,7 @@ class CallForm(Frozen, kw_only=True):
     def is_known_to(self, tokenizer: Tokenizer) -> bool:
         """Whether a model's vocabulary has the special tokens of this form of tool calls.
 
-        Used to guess the form of calls if the chat template writes no calls.
+        This tells the form of calls if the chat template writes no calls.
         """
         return self.has_own_tokens and all(tokenizer.find(mark) for mark in self.all_marks)
 
@@ -273,7 +277,7 @@ _INVOKE: Final = CallForm(  # MiniMax M2
 
 
 def _dsml(prefix: str, element: str) -> CallForm:
-    """Return a form of invoke elements that says of each value whether it is a string."""
+    """Return a form of `<invoke>` elements, in which each value says whether it is a string."""
     return replace(
         _INVOKE,
         mark=f"<{prefix}{element}>",
@@ -576,9 +580,9 @@ FORMS: Final[dict[str, CallForm]] = {
 
 
 def _fit(form: CallForm, before: str, after: str, arguments: Mapping[str, str]) -> CallForm | None:
-    """Return a form of tags, fitted to a rendered call's white space; None if it does not fit.
+    """Return a form with tags, with the white space of a rendered call; None if it does not fit.
 
-    The call has one argument. Blanks in the form may be other blanks, or missing.
+    The call has one argument. The call may have other white space than the form, or none.
     """
     notation = form.notation
     assert isinstance(notation, TagNotation)
@@ -615,7 +619,7 @@ def _fit(form: CallForm, before: str, after: str, arguments: Mapping[str, str]) 
 def _fit_literals(
     form: CallForm, notation: LiteralNotation, before: str, after: str, arguments: Mapping[str, str]
 ) -> CallForm | None:
-    """Return a form of literals, fitted to the white space and quotes of a rendered call.
+    """Return a form with literals, with the white space and quotes of a rendered call.
 
     None if the rendered call, which has one argument, is in another form.
     """
@@ -641,9 +645,10 @@ def _fit_literals(
 
 
 def _blank_pattern(name: str, text: str) -> str:
-    """Return a regular expression of a text with any blanks, as a group with this name.
+    """Return a regular expression of a part of a form that accepts any white space.
 
-    Blanks between two parts belong to the first.
+    The match of the part becomes the group `name`. White space between two parts belongs to the
+    first part.
     """
     words = r"\s*".join(map(_any_index, text.split()))
     before = r"\s*" if name == "value_end" else ""
@@ -653,13 +658,13 @@ def _blank_pattern(name: str, text: str) -> str:
 
 
 def _with_number(text: str, index: int) -> str:
-    """Return a text with the number or the id of a call in place of a placeholder."""
+    """Replace placeholders in a text by the number or the id of the call with this index."""
     text = text.replace(INDEX, str(index)).replace(NUMBER, str(index + 1))
     return text.replace(ID, f"call{index:06}")
 
 
 def _any_index(text: str) -> str:
-    """Return a regular expression of a text in which placeholders are any numbers or ids."""
+    """Return a regular expression of a text that accepts any number or id for a placeholder."""
     pattern = re.escape(text)
     for placeholder, character in PLACEHOLDERS.items():
         pattern = pattern.replace(re.escape(placeholder), f"{character}+")
@@ -667,5 +672,5 @@ def _any_index(text: str) -> str:
 
 
 def _without_blanks(text: str) -> str:
-    """Return a text without its blanks, to compare rendered texts."""
+    """Return a text without its white space, to compare rendered texts."""
     return "".join(text.split())

@@ -86,7 +86,7 @@ class CallBegin(Frozen):
 
 
 class ArgumentsPiece(Frozen):
-    """A piece of a streamed answer: the next part of the JSON of a tool call's arguments."""
+    """A piece of a streamed answer: the next part of a tool call's JSON arguments."""
 
     index: int
     text: str
@@ -98,11 +98,11 @@ Piece = TextPiece | ReasoningPiece | CallBegin | ArgumentsPiece
 class CallReader:
     """Separates a streamed answer's text from the tool calls in it.
 
-    Each piece of text or of a call is returned as soon as it is certain. Blanks around calls are
-    dropped. Some models leave out the call marks, or write a Markdown fence instead: an answer that
-    begins with a JSON object that names a function is then a call, too. Braces around a call may be
-    doubled, as in the examples of some templates. Text that begins like a call, but is no call,
-    stays text. Reading takes linear time.
+    Each piece of text or of a call is returned as soon as it is certain. White space around calls
+    is dropped. Some models leave out the call mark (such as `<tool_call>`), or write a Markdown
+    fence instead: an answer that begins with a JSON object that names a function is then a call,
+    too. Braces around a call may be doubled, as in the examples of some templates. Text that begins
+    like a call, but is no call, stays text. Reading takes linear time.
     """
 
     def __init__(
@@ -122,8 +122,9 @@ class CallReader:
             form: how the model writes calls.
             is_forced: whether the answer has calls only. A call that ends before its name is
                 dropped.
-            is_pure: whether the answer has either calls or text. Text may contain marks of calls.
-            unmarked: which calls may lack their marks.
+            is_pure: whether the answer has either calls or text, not both. Then a call mark within
+                text is text.
+            unmarked: which answers count as calls without call marks.
             schemas: the JSON schemas of the functions' arguments, by name; forms in which strings
                 have no quotes need them.
         """
@@ -180,7 +181,7 @@ class CallReader:
         return [TextPiece(rest)] if rest else []
 
     def _finish_arguments(self, rest: str, *, is_cut: bool) -> list[Piece]:
-        """End an answer inside the arguments of a call; they may be complete without marks.
+        """End an answer inside a call's arguments, which may be complete without closing marks.
 
         `rest` is the text that was not read.
         """
@@ -212,8 +213,8 @@ class CallReader:
     def _match(self, pattern: regex.Pattern[str]) -> tuple[regex.Match[str] | None, bool]:
         """Match a regular expression with the part of the answer that was not read yet.
 
-        Returns the match, and whether the match may still come with more text. At most
-        `MAX_HELD_CHARS` characters are matched, so that the result does not depend on how the
+        Returns the match (None without one), and whether more text could still lead to a match. At
+        most `MAX_HELD_CHARS` characters are matched, so that the result does not depend on how the
         stream is cut.
         """
         end = self._offset + MAX_HELD_CHARS + 1
@@ -225,8 +226,8 @@ class CallReader:
     def _start(self, pieces: list[Piece]) -> bool:
         """Read the beginning of an answer, or of the text after a call without call marks.
 
-        Looks for a tool call without call marks. If the answer has either calls or text
-        (`is_pure`), it must begin with a call mark to have calls. Returns False to wait for more
+        Looks for a tool call without call marks. An answer that has either calls or text
+        (`is_pure`) has calls only if it begins with a call mark. Returns False to wait for more
         text.
         """
         match, is_open = None, False
@@ -312,7 +313,7 @@ class CallReader:
         return self._name(self._patterns.next_call, pieces)
 
     def _name(self, pattern: regex.Pattern[str], pieces: list[Piece]) -> bool:
-        """Read the text of a tool call up to its arguments, by a pattern that has the name.
+        """Read a tool call up to its arguments; `pattern` matches this text with the name.
 
         Returns False to wait for more text.
         """
@@ -370,7 +371,7 @@ class CallReader:
         return is_complete
 
     def _after(self, pieces: list[Piece]) -> bool:
-        """Skip the text after a tool call's arguments; parts of it may be missing.
+        """Skip the closing text after a tool call's arguments; parts of this text may be missing.
 
         Returns False to wait for more text.
         """
@@ -392,19 +393,19 @@ class CallReader:
         return True
 
     def _leave(self) -> None:
-        """Go from the end of a tool call to the state that reads text or further calls."""
+        """After a tool call, switch to the state that reads text or further calls."""
         self._state = self._start if self._is_bare else self._text
 
 
 class BlankTrimmer:
-    """Removes blanks at the end of a streamed text and, with `skips_first`, at its start."""
+    """Removes white space at the end of a streamed text and, with `skips_first`, at its start."""
 
     def __init__(self, *, skips_first: bool = False) -> None:
         self._skips = skips_first
         self._blank = ""  # blanks after the returned text
 
     def feed(self, text: str) -> str:
-        """Read more text; return the text up to the last character that is not blank."""
+        """Read more text; return the text up to the last character that is not white space."""
         if self._skips:
             text = text.lstrip()
             self._skips = not text
@@ -417,7 +418,7 @@ class BlankTrimmer:
         return text[:end]
 
     def finish(self) -> str:
-        """Return the blanks at the end of the text, which were not returned before."""
+        """Return the white space at the end of the text, which was not returned before."""
         blank, self._blank = self._blank, ""
         return blank
 
@@ -425,7 +426,7 @@ class BlankTrimmer:
 class _FormPatterns(Frozen):
     """Regular expressions for the text around the arguments of tool calls in one form.
 
-    They are possessive, so that reading takes linear time.
+    Their quantifiers are possessive (no backtracking), so that reading takes linear time.
     """
 
     marks: regex.Pattern[str]  # of all texts that begin calls
@@ -475,7 +476,10 @@ def _patterns_of(form: CallForm) -> _FormPatterns:
 
 
 def _arguments_begin(form: CallForm) -> str:
-    """Return a regular expression of what must follow a call's name, if no mark ends the name."""
+    """Return a lookahead pattern for the text that must follow a call's name.
+
+    Empty if a text of the form ends the name.
+    """
     if form.middle.strip() or not isinstance(form.notation, TagNotation):
         return ""
     tail = form.tail.split()[0]
@@ -483,10 +487,10 @@ def _arguments_begin(form: CallForm) -> str:
 
 
 def _loose_pattern(text: str) -> str:
-    """Return a regular expression of a call mark that also matches what models write instead.
+    """Return a regular expression of a call mark that also matches variants that models write.
 
-    Any blanks may stand between its words and signs, and a brace may be doubled, but not as the
-    last sign: the pattern would match before the second brace has arrived.
+    Any white space may stand between words and signs, and braces may be doubled. A brace at the end
+    may not, because the pattern would match before the second brace has arrived.
     """
     for placeholder, character in PLACEHOLDERS.items():
         if placeholder in text:
@@ -511,7 +515,7 @@ def _parse_json_string(written: str) -> str | None:
 
 
 class FreeTextReader:
-    """Reads the text of a custom tool call from streamed arguments `{"input": "..."}`."""
+    """Reads the text of a custom tool call from its streamed JSON arguments, `{"input": "..."}`."""
 
     def __init__(self) -> None:
         self._pending_text = ""

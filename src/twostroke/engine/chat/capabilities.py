@@ -47,17 +47,18 @@ class TemplateCapabilities(Frozen):
 
     Attributes:
         form: how the model writes calls.
-        shows_tools: whether the prompt has the tools of the variable `tools`.
+        shows_tools: whether the template writes the tools of its variable `tools` into the prompt.
         needs_whole_tools: whether the template fails on a tool without description or parameters.
-        shows_tools_of_system: whether the prompt has the tools of the system message's `tools`.
-        writes_calls: whether the prompt has the calls of earlier answers.
-        writes_results: whether the prompt has messages of the role tool.
+        shows_tools_of_system: whether the template writes the tools in the system message's field
+            `tools` into the prompt.
+        writes_calls: whether the template writes the calls of earlier answers into the prompt.
+        writes_results: whether the template writes messages of the role tool into the prompt.
         takes_several: whether an answer may have more than one call.
         has_short_ids: whether ids of calls must be nine letters or digits.
         has_named_ids: whether ids of calls must have the name of the function and the number of the
             call, because the template shows them in place of the name.
         has_tool_responses: whether results are a field of the answer with their calls.
-        has_null_content: whether an answer with calls and no text needs null content.
+        has_null_content: whether the content of an answer with calls and no text must be null.
         has_text_arguments: whether arguments are a string of JSON, not an object.
         needs_object_arguments: whether the template fails on arguments that are not an object.
     """
@@ -135,8 +136,8 @@ _NONE: Final = TemplateCapabilities()
 class _Probe(Frozen):
     """Renders test conversations that have tool calls with a chat template.
 
-    Templates differ in the tool calls that they accept: the probe's fields are one variant of the
-    call's id, of the message's content, and of arguments as text or as an object.
+    Templates differ in the tool calls that they accept. A probe uses one variant of calls: its
+    fields are the call's id, the message's content, and whether arguments are text or an object.
     """
 
     template: ChatTemplate

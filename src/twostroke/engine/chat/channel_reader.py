@@ -1,4 +1,4 @@
-"""Reads an answer in channels (harmony): reasoning, text and tool calls, as they arrive."""
+"""Reads answers in channels (the harmony format of gpt-oss): reasoning, text and tool calls."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _WORD_BEGIN: Final = regex.compile(r"\s*+[a-z]+\s*+", regex.ASCII)
 class ChannelReader:
     """Separates the reasoning, the text and the tool calls of an answer in channels.
 
-    Headers may be garbled: the recipient may stand before the channel, `json` may lack its mark, a
-    message may lack its end, and an answer its first header.
+    Headers that models write wrongly are accepted: the recipient may stand before the channel,
+    `json` may lack its mark, a message may lack its end, and an answer its first header.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class ChannelReader:
     ) -> None:
         """Read an answer that may call functions with these names.
 
-        Without `splits_reasoning`, reasoning is text. An answer that `continues_text` begins within
-        the text of a message.
+        Without `splits_reasoning`, reasoning is returned as text. An answer that `continues_text`
+        begins within the text of a message.
         """
         self._names = frozenset(names)
         self._splits_reasoning = splits_reasoning
@@ -87,7 +87,7 @@ class ChannelReader:
         return pieces
 
     def _is_only_word(self, rest: str) -> bool:
-        """Whether the whole answer is the beginning of a word with which a header could begin."""
+        """Whether the whole answer is only the beginning of a header's first word."""
         return not self._has_message and _WORD_BEGIN.fullmatch(rest) is not None
 
     def _read_header(self, pieces: list[Piece]) -> bool:
@@ -149,5 +149,5 @@ class ChannelReader:
 
 
 def _may_be_header(text: str) -> bool:
-    """Return whether a text begins a header, or may begin a header if more text comes."""
+    """Return whether a text begins with a header, or may do so when more text comes."""
     return _HEADER_BEGIN.match(text, partial=True) is not None

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class ContentMarks(Frozen):
-    """The texts around the text of an answer.
+    """The marks around the text of an answer, such as `<response>` and `</response>`.
 
     Attributes:
-        begin: the text that opens it, after the reasoning; an answer may lack it and `end`. Empty
-            if the prompt ends with it, or if the model writes none.
-        end: the text that closes it, before the tool calls.
-        closing: the text that ends the whole answer; nothing after it is part of the answer.
+        begin: the mark before the text of the answer, after the reasoning; an answer may lack both
+            `begin` and `end`. Empty if the prompt ends with this mark, or if the model writes none.
+        end: the mark after the text of the answer, before the tool calls.
+        closing: the mark that ends the whole answer; text after it is not part of the answer.
         instructions: texts of the chat template that tell the model to write the marks. If there
             are any, the marks apply only to prompts that have one of these texts.
         has_recipients: whether tool calls follow the name of their function, as a recipient of the
@@ -53,7 +53,7 @@ class ContentMarks(Frozen):
     ) -> ContentMarks | None:
         """Return the marks in the answer to a prompt; None if the answer has none.
 
-        The prompt may have opened the text already.
+        The prompt may end with the opening mark; then `begin` is empty.
 
         Args:
             prompt: the text of the prompt.
@@ -106,8 +106,9 @@ def find_content_marks(
 ) -> ContentMarks | None:
     """Return the marks around the text of answers; None if the chat template shows no such marks.
 
-    Marks in plain text that the template does not write around answers need an instruction.
-    `before` is the end of a rendered conversation before the text of an answer.
+    `before` is the end of a rendered conversation before the text of an answer. Marks that are not
+    special tokens, and that the template does not write around answers, count only if the template
+    instructs the model to write them.
     """
     for marks in _MARKS:
         if marks.begin and before.endswith(marks.begin):
@@ -129,7 +130,7 @@ _RECIPIENT: Final = regex.compile(r"\s*+to=[^\s<]{1,200}+<\|message\|>")
 
 
 class ContentReader:
-    """Removes the marks around the text of an answer, as it arrives, and blanks beside them.
+    """Removes the marks around the text of a streamed answer, and the white space beside them.
 
     Recipients of messages outside the marks are removed, too.
     """
@@ -148,7 +149,7 @@ class ContentReader:
         return self._texts(self._splitter.feed(text))
 
     def finish(self, *, is_cut: bool) -> str:
-        """End the answer; return the rest, without a mark that the limit has cut."""
+        """End the answer; return the rest, without a mark that is incomplete if it `is_cut`."""
         [(_, pending_text)] = self._splitter.finish() or [(SegmentKind.AFTER, "")]
         if is_cut and len(pending_text) > 1 and self._is_begun_mark(pending_text):
             pending_text = ""
@@ -173,7 +174,7 @@ class ContentReader:
         return "".join(parts)
 
     def _without_recipient(self, text: str) -> str:
-        """Return text outside the marks without the recipient with which it may begin."""
+        """Remove the recipient of a message from the start of text outside the marks."""
         if not self._may_name_recipient:
             return text
         text, self._held_recipient = self._held_recipient + text, ""
@@ -185,11 +186,11 @@ class ContentReader:
         return text if match is None else text[match.end() :]
 
     def _before_closing(self, text: str) -> str:
-        """Return the certain text before the mark that ends the answer."""
+        """Return the text before the closing mark, without an end that may begin this mark."""
         return text if self._closer is None else _inside(self._closer.feed(text))
 
     def _held_by_closer(self) -> str:
-        """Return the text that was held back because it may begin the mark."""
+        """Return the text that was held back because it may begin the closing mark."""
         return "" if self._closer is None else _inside(self._closer.finish())
 
 
@@ -206,13 +207,13 @@ class UnmarkedText:
         self._follows_reasoning = False
 
     def feed(self, text: str) -> str:
-        """Add text of the answer; return the text that is certain to be shown."""
+        """Read more text of the answer; return the text that is certain now."""
         if self._splitter is None:
             return self._reader.feed(text)
         return "".join(self._visible_text(kind, part) for kind, part in self._splitter.feed(text))
 
     def finish(self, *, is_cut: bool) -> str:
-        """End the answer; return the rest, without a mark that the limit has cut."""
+        """End the answer; return the rest, without a mark that is incomplete if it `is_cut`."""
         segments = [] if self._splitter is None else self._splitter.finish()
         rest = "".join(self._visible_text(kind, part) for kind, part in segments)
         return rest + self._below_reasoning(self._reader.finish(is_cut=is_cut))
@@ -224,7 +225,7 @@ class UnmarkedText:
         return part
 
     def _below_reasoning(self, text: str) -> str:
-        """Return text of the answer, in a new paragraph if the reasoning stands before it."""
+        """Return text of the answer, after a blank line if reasoning was returned before it."""
         if not text or not self._follows_reasoning:
             return text
         self._follows_reasoning = False

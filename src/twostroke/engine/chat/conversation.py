@@ -115,7 +115,8 @@ class PreparedChat(Frozen):
     def _drops_space(self, params: SamplingParams) -> bool:
         """Whether the space that the tokenizer adds at the start of an answer is dropped.
 
-        With a client's constraint nothing is dropped: the answer has exactly the allowed text.
+        If the client has set a constraint, the space is not dropped, so that the answer is exactly
+        a text that the constraint allows.
         """
         if self.continues or not self.tokenizer.strip_space:
             return False
@@ -170,7 +171,7 @@ class ProbedTemplate:
 
     @cached_property
     def marks(self) -> ReasoningMarks | None:
-        """The texts around the model's reasoning, and whether prompts open it; None without."""
+        """The texts around the model's reasoning; None if the model does not reason."""
         user = [{"role": "user", "content": "Hello"}]
         try:
             text = self.template.render(self._in_parts(user), tools=self._without_tools).text
@@ -232,7 +233,7 @@ class ProbedTemplate:
     def _without_tools(self) -> list[Any] | None:
         """The value of the chat template's variable `tools` for requests without tools.
 
-        None, or an empty list for templates that fail on None.
+        This is None, or an empty list for templates that fail on None.
         """
         user = [{"role": "user", "content": "Hello"}]
         choices: tuple[list[Any] | None, ...] = (None, [])
@@ -246,7 +247,7 @@ class ProbedTemplate:
 
     @cached_property
     def _needs_parts(self) -> bool:
-        """Whether a message's content must be a list of parts: the template fails on a text."""
+        """Whether the template fails on a string as content, and needs a list of parts."""
         text = "tried text"
         parts = [{"type": "text", "text": text}]
         return not self._shows_content(text) and self._shows_content(parts)
@@ -471,7 +472,7 @@ class Chat:
 
     @cached_property
     def _for_tools(self) -> tuple[ProbedTemplate, str | None]:
-        """The chat template for requests with tools, and why it is not the model's tool template.
+        """The chat template for requests with tools, and why the model's tool template is not used.
 
         The reason is None if the tool template is used, or if the model has none.
         """

@@ -1,9 +1,9 @@
 """Harmony: answers in channels, as gpt-oss writes them; their marks and their grammar.
 
-An answer is messages, each a header, `<|message|>`, text and an end mark. The header names a
-channel: `analysis` is reasoning, `final` the answer, and `commentary` a tool call if it has a
-recipient (`to=functions.NAME`), else text for the user. The prompt ends with the first header's
-`<|start|>assistant`. Source: OpenAI's description of the format (openai/harmony).
+An answer consists of messages. A message is a header, `<|message|>`, text and an end mark. The
+header names a channel: `analysis` is reasoning, `final` the answer, and `commentary` a tool call if
+it has a recipient (`to=functions.NAME`), else text for the user. The prompt ends with the first
+header's `<|start|>assistant`. Source: OpenAI's description of the format (openai/harmony).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BEGIN_OF_ANSWER: Final = f"{CHANNEL}final{MESSAGE}"
 
 
 def is_harmony(template: str, tokenizer: Tokenizer) -> bool:
-    """Return whether a chat template writes answers in channels, with tokens of the vocabulary."""
+    """Return whether a chat template writes answers in channels, whose marks are tokens."""
     marks = (START, CHANNEL, MESSAGE, END)
     return all(mark in template and tokenizer.find(mark) is not None for mark in marks)
 
@@ -39,7 +39,8 @@ def is_harmony(template: str, tokenizer: Tokenizer) -> bool:
 def with_one_analysis(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages in which an answer with calls has reasoning or text, but not both.
 
-    The chat template writes either as the analysis before the call, and refuses both.
+    The chat template writes the reasoning or the text as the analysis before the call; it refuses a
+    message with both.
     """
     merged = []
     for message in messages:
@@ -55,8 +56,8 @@ def with_one_analysis(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]
 class HarmonyGrammar:
     """Writes the grammar, in Lark's notation, of answers in channels that may call tools.
 
-    An answer has at most one call, because its end ends the answer. Reasoning is not part of this
-    grammar: the constraint's reasoning section comes before it.
+    An answer has at most one call, because the end of a call ends the answer. Reasoning is not part
+    of this grammar: the constraint's reasoning section comes before it.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class HarmonyGrammar:
         yield "start: preamble? (call | final)"
 
     def _rules(self) -> Iterator[str]:
-        """Yield the rules of text, and of a call, with its header in both orders."""
+        """Yield the rules of text and of calls; a call's header may have either of two orders."""
         yield TEXT
         yield from self._arguments
         constrain, message = self._to_lark(CONSTRAIN), self._to_lark(MESSAGE)

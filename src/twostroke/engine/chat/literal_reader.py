@@ -27,8 +27,8 @@ _NO_BLANK: Final = regex.compile(rf"[^{BLANKS}]")
 class LiteralReader:
     """Reads arguments that are written as names and literals, and returns them as JSON.
 
-    A string is returned as it arrives. A value that is no literal becomes a string. Text that is
-    out of place is skipped.
+    A string is returned as it arrives. A value that is no literal becomes a string. Text that the
+    notation does not allow is skipped.
     """
 
     def __init__(self, notation: LiteralNotation) -> None:
@@ -44,7 +44,7 @@ class LiteralReader:
         self._is_over = False
 
     def read(self, text: str, offset: int) -> tuple[int, str, bool]:
-        """Read from an offset of a text, as in `ArgumentReader`."""
+        """Read the text from `offset`; see `ArgumentReader.read`."""
         while offset < len(text) and not self._is_over:
             end = self._state(text, offset)
             if end < 0:  # more text is needed to go on
@@ -72,7 +72,7 @@ class LiteralReader:
         return offset
 
     def _read_name(self, text: str, offset: int) -> int:
-        """Read the name of an argument or member, or the end of the object."""
+        """Read the name of an argument or of an object's member, or the end of the object."""
         if not self._texts:
             offset = _after_blanks(text, offset)
             if offset == len(text):
@@ -196,7 +196,7 @@ class LiteralReader:
         return end
 
     def _read_after(self, text: str, offset: int) -> int:
-        """Read the text between a value and what follows."""
+        """Read the separator after a value, or the end of its container."""
         offset = _after_blanks(text, offset)
         if offset == len(text):
             return offset
@@ -211,7 +211,7 @@ class LiteralReader:
         return character in (_CLOSERS if len(self._open) > 1 else self._notation.end)
 
     def _close(self, offset: int) -> int:
-        """End the innermost container; the character that ends the arguments is not read."""
+        """End the innermost container. The character that ends the arguments stays unread."""
         bracket = self._open.pop()
         self._num_inside.pop()
         self._json.append("]" if bracket == "[" else "}")
@@ -237,7 +237,7 @@ class LiteralReader:
 
 
 def _after_blanks(text: str, offset: int) -> int:
-    """Return the offset of the first character that is no blank."""
+    """Return the offset of the next character that is not white space."""
     match = _NO_BLANK.search(text, offset)
     return match.start() if match else len(text)
 

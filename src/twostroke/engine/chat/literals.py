@@ -64,9 +64,9 @@ class Marker:
             node.value = self.mark(node.value) if isinstance(node.value, str) else node.value
 
     def with_roles(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Mark the roles of messages, if the template makes special tokens from roles.
+        """Replace the roles of messages by marks, if the template makes special tokens from roles.
 
-        A template may write `'<|' + message['role'] + '|>'`.
+        For example, a template may write `'<|' + message['role'] + '|>'`.
         """
         if self._marks_roles:
             for message in messages:
@@ -152,10 +152,10 @@ def reads_parts(tree: nodes.Template) -> bool:
 
 
 def fold_formatted_texts(tree: nodes.Template) -> list[str]:
-    """Replace texts that a chat template formats from literals by one literal each; return these.
+    """Replace each text that a chat template formats from literals by a literal; return the texts.
 
-    Hy3's template makes its special tokens so: `'<think{}>'.format(SUFFIX)`, where a name is set to
-    a literal once. Other calls of `format` stay as they are.
+    For example, Hy3's template makes its special tokens in this way: `'<think{}>'.format(SUFFIX)`,
+    where a name is set to a literal once. Other calls of `format` stay as they are.
     """
     values: dict[str, list[nodes.Node]] = {}
     for assign in tree.find_all(nodes.Assign):
@@ -227,7 +227,7 @@ def _key(node: nodes.Node) -> object:
 
 
 def _compared_literals(tree: nodes.Template) -> Iterator[nodes.Node]:
-    """Yield the literals of a chat template that it only compares with or looks for.
+    """Yield the literals that a chat template only compares with other values, or searches.
 
     These literals are never written into a prompt.
     """

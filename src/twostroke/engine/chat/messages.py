@@ -30,7 +30,7 @@ def check_messages(
 
     Content is a string, null, or a list of text parts. Parts are joined with line breaks, unless
     the template reads parts (`keep_parts`). Arguments of tool calls, which are a JSON string in
-    OpenAI's protocol, become objects, unless the template wants the string (`has_text_arguments`).
+    OpenAI's protocol, become objects, unless the template needs the string (`has_text_arguments`).
 
     Raises:
         RequestError: a message is not valid.

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class AnswerPart(Protocol):
-    """A part of a model's answer, or a whole answer: what `AnswerReader.take` needs of it.
+    """The interface of a part of a model's answer, or a whole answer, for `AnswerReader.take`.
 
     The last part has a finish reason.
     """
@@ -53,7 +53,7 @@ class AnswerPart(Protocol):
 
 
 class AnswerFormat(Frozen):
-    """How the reasoning, the text and the tool calls of a model's answer are told apart.
+    """How to separate the reasoning, the text and the tool calls of a model's answer.
 
     Attributes:
         functions: the names of the functions that may be called.
@@ -62,7 +62,7 @@ class AnswerFormat(Frozen):
         is_forced: whether the answer must call a function.
         is_pure: whether an answer has either calls or text.
         unmarked: which JSON objects without call marks count as calls.
-        customs: functions whose only argument is read as text.
+        customs: the custom tools: functions whose only argument is text.
         preface: the reasoning section, if it is separated from the answer.
         section_after_calls: further reasoning that may follow a call, if reasoning is separated.
         content_marks: the texts around the text of an answer, if the model writes such marks.
@@ -99,7 +99,7 @@ PLAIN: Final = AnswerFormat()
 class AnswerReader:
     """Separates the reasoning, the text and the tool calls of one answer.
 
-    Blanks between them are dropped.
+    White space between these parts is dropped.
     """
 
     def __init__(self, reading: AnswerFormat, tokenizer: Tokenizer) -> None:
@@ -144,7 +144,8 @@ class AnswerReader:
     def num_reasoning_tokens(self) -> int:
         """The number of tokens of the answer's reasoning.
 
-        Reasoning after calls is encoded again, and counted when the text after the call has ended.
+        Reasoning after a call is counted when the text after this call has ended; its tokens are
+        found by encoding the text again.
         """
         num_first = 0 if self._counter is None else self._counter.count
         return num_first + self._num_later_tokens
@@ -200,13 +201,13 @@ class AnswerReader:
         return self._after_content(text if self._content is None else self._content.feed(text))
 
     def _after_content(self, text: str) -> list[Piece]:
-        """Split text without the marks around it into pieces of text and of tool calls."""
+        """Split text, whose content marks were removed, into pieces of text and of tool calls."""
         if self._calls is not None:
             return self._with_free_text(self._with_later_reasoning(self._calls.feed(text)))
         return [TextPiece(text)] if text else []
 
     def _with_later_reasoning(self, pieces: list[Piece]) -> list[Piece]:
-        """Separate the reasoning at the start of the text after a call from that text."""
+        """Separate reasoning at the start of the text after a tool call from this text."""
         if self._section_after_calls is None:
             return pieces
         result: list[Piece] = []
@@ -234,7 +235,7 @@ class AnswerReader:
         return pieces
 
     def _later_pieces(self, segments: list[tuple[SegmentKind, str]]) -> list[Piece]:
-        """Return the reasoning and the text in segments of the text after a call."""
+        """Return segments of the text after a tool call as pieces of reasoning and of text."""
         pieces: list[Piece] = []
         for kind, text in segments:
             if kind is not SegmentKind.AFTER:
@@ -251,7 +252,7 @@ class AnswerReader:
         return pieces
 
     def _with_free_text(self, pieces: list[Piece]) -> list[Piece]:
-        """Replace the JSON arguments of custom tools' calls by the text in them."""
+        """Replace the JSON arguments of calls of custom tools by the text in the arguments."""
         if not self._customs:
             return pieces
         result: list[Piece] = []

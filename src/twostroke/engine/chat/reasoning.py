@@ -70,10 +70,12 @@ class ReasoningMarks(Frozen):
     """The texts around a model's reasoning.
 
     Attributes:
-        begin, end: the marks.
+        begin, end: the text before and the text after the reasoning, such as `<think>` and
+            `</think>`.
         is_of_template: whether the chat template has the marks, not only the vocabulary.
-        is_opened: whether each rendered prompt ends with `begin`.
-        closing: `end` with the blanks around it that the template writes.
+        is_opened: whether each rendered prompt ends with `begin`, so that the answer starts with
+            reasoning.
+        closing: `end` with the white space that the template writes around it.
         has_two_efforts: whether the template's efforts are `no_think`, `low` and `high`.
         has_channels: whether the reasoning is a message in a channel (`harmony.py`).
     """
@@ -88,7 +90,10 @@ class ReasoningMarks(Frozen):
 
     @property
     def begins_turn(self) -> bool:
-        """Whether `end` begins the model's next message, as every prompt ends (Solar, Muse)."""
+        """Whether `end` is the text that begins the model's next message (in Solar and Muse).
+
+        Every prompt ends with this text, also if no reasoning comes before it.
+        """
         return self.end.endswith("assistant")
 
 
@@ -99,8 +104,8 @@ class Thinking(Frozen):
         is_on: switches reasoning on or off; None leaves that to the template.
         effort: one of `EFFORTS`; None leaves that to the template.
         param: the request's field with `is_on` or `effort`, for errors.
-        budget: the most tokens of the reasoning: 0 for an answer at once, `NO_BUDGET` for no limit;
-            None leaves that to the effort, and then to the server.
+        budget: maximum number of tokens of the reasoning: 0 for an answer without reasoning,
+            `NO_BUDGET` for no limit. With None, the effort sets the budget, or else the server.
         sets_budget: whether the request itself sets the budget.
         variables: further variables of the chat template.
         variables_param: the request's field with `variables`, for errors.
@@ -137,7 +142,7 @@ def find_marks(template: ChatTemplate, tokenizer: Tokenizer) -> ReasoningMarks |
 
 
 def find_opened_marks(text: str, template: ChatTemplate) -> ReasoningMarks | None:
-    """Return the marks around a model's reasoning if a rendered prompt ends by opening it.
+    """Return the marks around a model's reasoning if a rendered prompt ends with the first mark.
 
     `text` is the prompt, which `template` made.
     """
@@ -162,9 +167,9 @@ def find_written_marks(before: str, after: str, template: ChatTemplate) -> Reaso
 
 
 def _marks_in(template: ChatTemplate, begin: str, end: str) -> ReasoningMarks:
-    """Return the marks `begin` and `end` of a chat template, with what its source shows of them.
+    """Return `ReasoningMarks` with `begin` and `end`, and with facts from the template's source.
 
-    A line break in the source may be itself or an escape in a string.
+    In the source, a line break may be written literally or as an escape sequence.
     """
     lines = template.source.replace("\\n", "\n")
     closings = (f"\n{end}\n\n", f"\n{end}\n")
@@ -185,8 +190,8 @@ def _is_spelled_by_tokens(mark: str, tokenizer: Tokenizer) -> bool:
 def preface_of(marks: ReasoningMarks, prompt: Prompt, continued: str) -> ReasoningSection | None:
     """Return the reasoning section that may begin the answer to a prompt.
 
-    None if the prompt ends after its reasoning. `continued` is the text at the end of the prompt
-    that the answer continues.
+    None if the reasoning ends in the prompt, or the answer continues text after the reasoning.
+    `continued` is the text at the end of the prompt that the answer continues.
     """
     if marks.has_channels:
         section = ReasoningSection(marks.begin, marks.end, has_channels=True)
@@ -207,7 +212,7 @@ def preface_of(marks: ReasoningMarks, prompt: Prompt, continued: str) -> Reasoni
 def supported_part(
     thinking: Thinking, template_names: Collection[str], marks: ReasoningMarks | None
 ) -> tuple[Thinking, list[RequestError]]:
-    """Return a request's reasoning fields without those fields that a template does not support.
+    """Return a request's reasoning fields without fields that the template does not support.
 
     Also returns errors about the unsupported fields. `template_names` are the names of the
     variables that the template reads.
@@ -258,10 +263,10 @@ def variables_of(
 
 
 def check_budget(budget: int | None, param: str) -> None:
-    """Check the most tokens of reasoning that a request's field `param` sets.
+    """Check the maximum number of reasoning tokens that a request's field `param` sets.
 
     Raises:
-        RequestError: the number is below `NO_BUDGET`, or beyond all numbers of tokens.
+        RequestError: the number is below `NO_BUDGET` or above `MAX_TOKENS`.
     """
     if budget is not None and not NO_BUDGET <= budget <= MAX_TOKENS:
         reason = f"must be from {NO_BUDGET} (no limit) to {MAX_TOKENS}, got {budget}."
@@ -396,7 +401,7 @@ def _switches(
 
 
 def _contradiction(thinking: Thinking) -> RequestError | None:
-    """Return an error if a request's reasoning field contradicts a template variable that it sets.
+    """Return an error if a request's reasoning fields contradict its template variables.
 
     None if nothing contradicts.
     """
@@ -415,9 +420,9 @@ def _contradiction(thinking: Thinking) -> RequestError | None:
 
 
 def _is_met(name: str, value: object, marks: ReasoningMarks | None) -> bool:
-    """Whether a reasoning switch has its effect although the template does not read the variable.
+    """Whether a reasoning switch can be obeyed although the template lacks the variable `name`.
 
-    For example, a model that never reasons does not reason when asked not to.
+    For example, a request to switch reasoning off is always obeyed by a model that never reasons.
     """
     if name not in _SWITCHES or not isinstance(value, bool):
         return False

@@ -92,16 +92,16 @@ class RenderMeter:
         self._nested_ids: set[int] = set()  # of structures whose weight is a part of another's
 
     def check_time(self) -> None:
-        """Raise BudgetError if the rendering's time is over."""
+        """Raise BudgetError if the rendering has used up its time."""
         if time.thread_time() > self._deadline_s:
             raise _too_much(f"{self._budget.max_cpu_s:g} s of processor time", "max_cpu_s")
 
     def check_operation(self, values: Iterable[object], counts: Iterable[object] = ()) -> None:
         """Raise BudgetError before an operation of a template whose result could be too large.
 
-        The result has at most the product of the two largest inputs. `values` count with their
-        sizes. An integer in `counts` counts with its value, because it may be a width or a number
-        of repetitions.
+        The result is taken to be at most as large as the product of the two largest inputs. The
+        size of each of `values` is an input. Of an integer in `counts`, the value itself is an
+        input, because it may be a width or a number of repetitions.
         """
         self.check_time()
         sizes = [self.weigh(value) for value in values]
@@ -111,7 +111,7 @@ class RenderMeter:
             raise self._too_big()
 
     def built(self, value: Any) -> Any:
-        """Check the time and the size of a template expression's value, and return the value.
+        """Check the limits after a template expression was evaluated; return the value.
 
         A generator or a view of a dictionary becomes a list.
         """
@@ -124,7 +124,7 @@ class RenderMeter:
         return value
 
     def grow(self, structure: list[Any] | dict[Any, Any], parts: list[Any]) -> None:
-        """Count the parts that a template adds to a structure; BudgetError if they are too many.
+        """Count parts that a template adds to a structure; raise BudgetError if it gets too large.
 
         Parts that are removed later still count.
         """
@@ -145,7 +145,8 @@ class RenderMeter:
     def weigh(self, value: object) -> int:
         """Estimate how many characters a template's value would print; BudgetError if too many.
 
-        A part that occurs several times in a structure counts each time, as in a print.
+        A part that occurs several times in a structure counts each time, since it would be printed
+        each time.
         """
         if isinstance(value, (str, bytes, range)):
             weight = len(value)
@@ -196,7 +197,7 @@ def _too_much(limit: str, field: str) -> BudgetError:
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
     """The Jinja sandbox in which chat templates run, within limits of time and size.
 
-    The rendering's meter is `context[METER]`.
+    The `RenderMeter` of the rendering is in its Jinja context, as `context[METER]`.
     """
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
@@ -444,7 +445,7 @@ def _written(context: Context, value: Any) -> str:
 def _sum(
     context: Context, value: Iterable[Any], attribute: str | int | None = None, start: Any = 0
 ) -> Any:
-    """Jinja's `sum` filter for numbers or lists; Python's takes quadratic time for lists."""
+    """Jinja's `sum` filter for numbers or lists, without the quadratic time of Python's `sum`."""
     items = list(value)
     if attribute is not None:
         items = [context.environment.getitem(item, attribute) for item in items]
@@ -469,7 +470,8 @@ def _to_json(
 ) -> str:
     """Jinja's `tojson` filter as chat templates expect it: without HTML escapes, in any script.
 
-    It has no further option of `json.dumps`, because some options call a value of the template.
+    Other options of `json.dumps` are not accepted, because some would call an object of the
+    template.
     """
     return json.dumps(
         value,

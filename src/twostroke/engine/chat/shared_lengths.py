@@ -32,10 +32,9 @@ def find_shared_lengths(
 ) -> tuple[int, ...]:
     """Return how many of a prompt's first tokens other prompts of the same chat will share.
 
-    One other prompt has another last user message, and another has a next turn. Both are rendered
-    and compared with `prompt`, whose token ids are `tokens`. At most the part of the text
-    before or after the point where they part is encoded, whichever is shorter, from the special
-    token before this point.
+    Two variants of the conversation are rendered: with a different last user message, and with
+    another turn. Their prompts are compared with `prompt` as texts. To count the tokens of a common
+    text, only the text before or after its end is encoded again, whichever is shorter.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -57,7 +56,7 @@ def find_shared_lengths(
 
 
 def _other_conversations(messages: Messages) -> Iterator[Messages]:
-    """Yield conversations whose prompts begin like the prompt of `messages`."""
+    """Yield variants of a conversation: with another last user message, and with another turn."""
     users = [index for index, message in enumerate(messages) if message.get("role") == "user"]
     if users:
         last = users[-1]
@@ -77,7 +76,7 @@ def _other_text(content: object) -> str:
 
 
 def _num_tokens(tokenizer: Tokenizer, prompt: Prompt, tokens: Sequence[int], num_chars: int) -> int:
-    """Return how many first tokens of a prompt have no character after the first `num_chars`."""
+    """Return how many tokens of a prompt lie completely within its first `num_chars` characters."""
     num_all_chars = sum(len(piece.text) for piece in prompt.pieces)
     first_char = first = 0
     if 2 * num_chars >= num_all_chars:
@@ -102,9 +101,10 @@ def _num_common(values: Sequence[Any], others: Sequence[Any]) -> int:
 
 
 def _special_token_before(prompt: Prompt, num_chars: int) -> int:
-    """Return the number of characters before or after the last special token in `num_chars` ones.
+    """Return an offset, at most `num_chars`, at a border of the last special token before it.
 
-    No token reaches across this point. 0 if there is no special token.
+    The offset counts characters of the prompt, and no token reaches across it. 0 if there is no
+    special token.
     """
     boundary = end = 0
     for piece in prompt.pieces:
@@ -115,7 +115,7 @@ def _special_token_before(prompt: Prompt, num_chars: int) -> int:
 
 
 def _slice(prompt: Prompt, first: int, end: int) -> Prompt:
-    """Return the part of a prompt between two numbers of characters; special tokens stay whole."""
+    """Return the part of a prompt between two character offsets; special tokens stay whole."""
     pieces, start = [], 0
     for piece in prompt.pieces:
         low, high = max(first - start, 0), min(end - start, len(piece.text))

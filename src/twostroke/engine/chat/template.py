@@ -38,9 +38,10 @@ class ChatTemplate:
     Special tokens and text are told apart by their origin. When the template is compiled, special
     tokens in the literals that it writes become marks that clients cannot guess; after rendering,
     marks become the special pieces of the `Prompt`, and all other text is plain, whatever the
-    template did to it (trimmed, split, joined). Literals that the template only looks for stay as
-    they are, so its questions about a message get the usual answers. A special token made from a
-    role (`'<|' + message['role'] + '|>'`) works too: roles have marks of their own.
+    template did to it (trimmed, split, joined). Literals that the template only compares or
+    searches for stay as they are, so that tests such as `'</think>' in message.content` still work.
+    A special token made from a role (`'<|' + message['role'] + '|>'`) works too: roles are replaced
+    by marks, too.
 
     `variables` are the names of variables that the template reads, `keys` the names that it looks
     up in objects such as messages. `reads_parts` says whether the template reads content that is

@@ -72,8 +72,8 @@ def fitted_tools(
 def _with_ids(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield messages in which every tool call and every tool result has an id.
 
-    A result without an id gets the id of the first unanswered call with its name in the last
-    answer, or else of the first unanswered call.
+    A result without an id gets the id of the last answer's first unanswered call of the same name
+    or, if there is no such call, of its first unanswered call.
     """
     num_calls = 0
     open_ids: dict[str, deque[str]] = {}  # by name; an id may be answered already
@@ -107,7 +107,7 @@ def _with_ids(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]
 def _with_tool_responses(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield messages in which results are in the field `tool_responses` of their answers.
 
-    The text of such an answer becomes a message of its own, because it comes before the results.
+    The text of such an answer becomes a separate message before it.
     """
     answer: dict[str, Any] | None = None  # with calls whose results follow
     names: dict[object, str] = {}
@@ -131,7 +131,7 @@ def _with_tool_responses(messages: Sequence[dict[str, Any]]) -> Iterator[dict[st
 
 
 def _with_named_ids(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield messages in which the ids of calls have their functions' names and their numbers.
+    """Yield messages in which the id of a call contains its function's name and its number.
 
     Such ids are `functions.NAME:0` and so on. Results get the ids of their calls.
     """
@@ -208,7 +208,7 @@ def _with_object_arguments(call: dict[str, Any]) -> dict[str, Any]:
     """Return a tool call whose arguments are an object, as its template needs.
 
     Models sometimes write arguments that are no object, or not even JSON, and agents send them
-    back. The object then has them as its member `arguments`.
+    back. The returned object then has the model's text as its member `arguments`.
     """
     function = call["function"]
     arguments = function.get("arguments")

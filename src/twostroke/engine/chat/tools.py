@@ -74,9 +74,9 @@ class Function(Frozen):
     ) -> Function:
         """Return a function whose arguments follow the JSON schema `parameters`.
 
-        Many tools have schemas that no grammar can enforce. Such a schema is an error only if the
-        function `is_strict`; otherwise its arguments may be any object. This method only finds
-        schemas of another type than object; other problems are found when the schema is compiled.
+        If no grammar can enforce the schema, a strict function is an error, and the arguments of
+        other functions may be any object. This method only checks that the schema allows an object;
+        other problems are found when the schema is compiled.
 
         Raises:
             RequestError: the schema of an `is_strict` function is not for an object.
@@ -163,8 +163,9 @@ class ToolForm(Frozen):
     def unmarked(self) -> Unmarked:
         """Which JSON objects without call marks count as tool calls.
 
-        Small models write each JSON answer like a call. After a result, where an answer is likely,
-        only an object in a Markdown fence is a call, since JSON cannot begin with a fence.
+        Small models write each JSON answer like a call. If the conversation ends with a tool's
+        result, the model probably answers in text. Then only an object in a Markdown fence is a
+        call, since an answer in JSON does not begin with a fence.
         """
         if not self.form.has_json or self.form.has_channels:
             return Unmarked.NONE
@@ -200,16 +201,16 @@ class ToolForm(Frozen):
         return grammar.calls_or_text() if has_text else grammar.calls()
 
     def function_constraint(self, function: Function) -> Constraint:
-        """Return a constraint whose refusal says why a function's schema cannot be enforced."""
+        """Return the constraint of one function's arguments, to test whether it can be enforced."""
         if self.form.has_json:
             return function.constraint()
         rule = arguments_rule("start", function, self.form, self.tokenizer)
         return Constraint("lark", rule, function.param)
 
     def without_refused(self, refusal: Callable[[Constraint], str | None]) -> ToolForm:
-        """Give functions whose schema no grammar can enforce a schema that allows any object.
+        """Return these tools, with schemas that cannot be enforced replaced by "any object".
 
-        `refusal` returns why a constraint cannot be enforced, or None.
+        `refusal` returns why no grammar can enforce a constraint, or None if one can.
 
         Raises:
             RequestError: a function with such a schema is strict.
@@ -227,7 +228,7 @@ class ToolForm(Frozen):
 
 
 def arguments_rule(name: str, function: Function, form: CallForm, tokenizer: Tokenizer) -> str:
-    """Return the grammar rule, with this name, of a function's arguments as a form has them."""
+    """Return a grammar rule called `name` for a function's arguments, as `form` writes them."""
     if form.has_json:
         schema = json.dumps({"type": "object", **function.schema, "x-guidance": JSON_FORM})
         return f"{name}: %json {schema}"
@@ -262,11 +263,11 @@ class CallGrammar:
         """Yield the rules of a grammar for tool calls that is combined with a client's constraint.
 
         The constraint's grammar has the answers without calls. `unmarked` says which calls may lack
-        their marks. A call without marks and fence can look like a JSON answer. Its terminals are
-        therefore the terminals of JSON, so that both grammars stay possible up to the key of the
-        arguments. That key is one terminal, which is longer than the terminal of a JSON key, so
-        that it decides for a call. Only one call without marks is allowed, because a model that
-        should write text would repeat it.
+        their marks. A call without marks and fence can look like a JSON answer. So the rules for
+        such a call use the terminals of the JSON grammar, and both grammars stay possible until the
+        key of the arguments. This key is one terminal, longer than the terminal of a JSON key, so
+        it decides that the answer is a call. Only one call without marks is allowed, because a
+        model that should write text would repeat it.
         """
         form, names = self._form, self._tools.names
         yield from self._bodies()
@@ -308,10 +309,10 @@ class CallGrammar:
         yield from self._text(unmarked_beginnings)
 
     def _text_rules(self) -> Iterator[str]:
-        """Yield the rules `head`, of text up to the mark of a call, and `last`, of other text.
+        """Yield the rule `head`, for text up to a call mark, and `last`, for text without calls.
 
-        If marks around the text are special tokens, the text may have them: text rules do not match
-        special tokens.
+        If the content marks around text are special tokens, the rules allow them explicitly,
+        because terminals of text do not match special tokens.
         """
         head, text = text_until("head", self._form.mark, self._specials), "TEXT"
         marks = self._content_marks
@@ -325,7 +326,7 @@ class CallGrammar:
 
     @property
     def _may_reason(self) -> str:
-        """The grammar expression of reasoning that may follow a call; empty without reasoning."""
+        """The grammar expression for reasoning that may follow a call; empty if none may."""
         return "" if self._section_after_calls is None else "thought?"
 
     def _reasoning_after_calls(self) -> Iterator[str]:
@@ -343,9 +344,9 @@ class CallGrammar:
         yield f"thought: {begin} thinking"
 
     def _text(self, other_beginnings: list[str]) -> Iterator[str]:
-        """Yield the rule `TEXT`, of text that is no reasoning section and has no other beginning.
+        """Yield the terminal `TEXT`: text that begins neither reasoning nor a call.
 
-        `other_beginnings` are names of terminals.
+        `other_beginnings` are the names of further terminals with which `TEXT` must not begin.
         """
         terminals = list(other_beginnings)
         if self._preface is not None and self._preface.begin:
@@ -402,7 +403,7 @@ class CallGrammar:
         yield "start: answer"
 
     def _loose_tail(self) -> str:
-        """Return the expression of the text after a loose call: its last mark may be missing."""
+        """Return the grammar expression of the text after a call that began with `loose_begin`."""
         first, *others = self._form.tail.split()
         if not others:
             return self._to_lark(first)
@@ -424,7 +425,7 @@ class CallGrammar:
         yield f"AFTER: /{_BLANK}+|{_BLANK}*```{_BLANK}*/"
 
     def _bodies(self) -> Iterator[str]:
-        """Yield grammar rules for each function's arguments, and for a call from name to tail."""
+        """Yield grammar rules for each function's arguments, and for calls from name to `tail`."""
         form = self._form
         functions = self._tools.functions
         id_ = f" {self._to_lark(form.id_mark)} /[a-zA-Z0-9]{{9}}/ " if form.id_mark else ""
@@ -438,7 +439,7 @@ class CallGrammar:
         yield f"body: {_any('body', functions)}"
 
     def _to_lark(self, text: str) -> str:
-        """Return a grammar expression of a literal text, in which placeholders are any numbers."""
+        """Return the grammar expression of a text that accepts any number for a placeholder."""
         parts = re.split(f"([{''.join(PLACEHOLDERS)}])", text)
         return " ".join(_NUMBERS.get(part) or to_lark(part, self._specials) for part in parts)
 
@@ -448,12 +449,12 @@ class CallGrammar:
 
 
 def _any(rule: str, functions: tuple[object, ...]) -> str:
-    """Return the alternatives of a grammar rule that exists once for each function."""
+    """Return the alternatives `RULE0 | RULE1 | ...`, one for each function."""
     return " | ".join(f"{rule}{index}" for index in range(len(functions)))
 
 
 def _named_pattern(name: str) -> str:
-    """Return a regular expression for a tool call without call marks, up to its arguments.
+    """Return a regular expression of an unmarked call of this function, up to its arguments.
 
     Braces may be doubled.
     """

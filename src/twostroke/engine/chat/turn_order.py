@@ -83,10 +83,10 @@ def arrange_turns(
 ) -> list[Message]:
     """Rearrange a conversation's messages into an order that a chat template accepts.
 
-    All of their text stays. Each rule applies only if the template needs it. System messages at the
-    beginning are joined. Later system messages become text of the next user message; so do all
-    system messages if the template has no system role. Neighbouring messages of one role are
-    joined. `continues` says whether the answer continues the last message.
+    No text is dropped. Each of the following changes is made only if the template needs it. System
+    messages at the beginning are joined. Later system messages become text of the next user
+    message; so do all system messages if the template has no system role. Neighbouring messages of
+    one role are joined. `continues` says whether the answer continues the last message.
     """
     turns = [_with_lists(message) for message in messages]
     if not order.developer:
@@ -131,7 +131,7 @@ def find_turn_order(
     `shows` renders a conversation; it returns false if the template refuses the conversation or
     drops a text. `names_developer` says whether the template has a case for the role developer,
     `writes_tools` whether it writes calls and their results. An order counts as not accepted only
-    if rearranged messages are accepted.
+    if the template accepts the rearranged messages.
     """
     order = replace(ANY_ORDER, developer=names_developer)
     for kind, conversation, has_tools in _CONVERSATIONS:
@@ -265,8 +265,8 @@ def _with_systems_as_text(turns: list[Message], order: TurnOrder) -> list[Messag
 def _ends_with_user(turns: list[Message], order: TurnOrder) -> bool:
     """Whether the rearranged conversation will end with a user message.
 
-    It will not if the user's text is joined to the tool result before it. That result may be an
-    empty one, which an unanswered call gets.
+    It will not if the user's text must be joined to the tool result before it. An unanswered call
+    may get an empty result, which counts, too.
     """
     roles = [
         "tool" if turn.get("tool_calls") and not order.unanswered_call else turn["role"]
@@ -289,7 +289,7 @@ def _append_user(turns: list[Message], turn: Message) -> None:
 
 
 def _without_lone_results(turns: list[Message]) -> list[Message]:
-    """Turn tool results for which there is no call into user messages."""
+    """Turn tool results without a call into user messages."""
     ordered: list[Message] = []
     is_called = False
     for turn in turns:
@@ -336,7 +336,7 @@ def _join_turns(turns: list[Message], first: str, second: str) -> list[Message]:
 
 
 def _with_text_before_calls(turns: list[Message], order: TurnOrder) -> list[Message]:
-    """Split each assistant message that has text and tool calls: the text comes first."""
+    """Split each assistant message that has text and tool calls into two: first the text."""
     ordered: list[Message] = []
     for turn in turns:
         if turn["role"] != "assistant" or not any(turn["content"]) or not turn.get("tool_calls"):
