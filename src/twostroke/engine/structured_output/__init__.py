@@ -1,1 +1,1 @@
-"""Grammars and JSON Schema, token by token."""
+"""Structured output: grammars and JSON Schema, enforced by masks over the vocabulary."""

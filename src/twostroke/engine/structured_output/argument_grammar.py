@@ -1,6 +1,6 @@
 """Writes the parts of a grammar that depend on JSON schemas, when the grammar is compiled.
 
-They are JSON values, and tool call arguments that are not one JSON object.
+These parts are JSON values, and tool call arguments in other notations than JSON.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ _SCHEMA_RULE: Final = re.compile(
 def with_prepared_schemas(rules: str, deadline: Deadline) -> tuple[str, tuple[str, ...]]:
     """Rewrite the JSON schemas inside a grammar's rules into a form that llguidance compiles.
 
-    Returns the rules, and the schemas' keywords that the grammar does not enforce. Each schema is a
-    separate rule: `%json` and a schema, whose `x-guidance` has options for the form of the JSON, or
-    `%arguments` and an `ArgumentsRule`, for arguments in another notation.
+    Returns the rewritten rules, and the schemas' keywords that the grammar does not enforce. In
+    `rules`, each schema is the whole body of a rule. It is either `%json` and the schema, whose
+    `x-guidance` has options for how JSON is written, or `%arguments` and an `ArgumentsRule`, for
+    tool call arguments in another notation.
 
     Raises:
         ValueError: a schema cannot be used.
@@ -66,12 +67,12 @@ def with_prepared_schemas(rules: str, deadline: Deadline) -> tuple[str, tuple[st
 
 
 class ArgumentsRule(Frozen):
-    """A grammar rule for the arguments of one function, which is written when it is compiled.
+    """A placeholder for the grammar rules of a function's arguments, until they are compiled.
 
     Attributes:
         notation: how the model writes the arguments.
         schema: the JSON schema of the arguments.
-        special_ids: token ids of marks that are special tokens, by mark.
+        special_ids: token ids of the notation's marks that are special tokens, by mark.
     """
 
     notation: Notation
@@ -79,7 +80,7 @@ class ArgumentsRule(Frozen):
     special_ids: dict[str, int]
 
     def to_text(self) -> str:
-        """Return the rule as JSON, to stand in a grammar after `%arguments`."""
+        """Return the rule as JSON, which follows `%arguments` in a grammar."""
         return msgspec.json.encode(self).decode()
 
 
@@ -89,7 +90,7 @@ class WrittenRules(Frozen):
     Attributes:
         rules: the rules in Lark's notation.
         unenforced_keywords: the schema's keywords that the rules do not enforce.
-        is_short: whether the rules force only little text.
+        is_short: whether the rules force only little text; forced text is text without a choice.
     """
 
     rules: str
@@ -98,7 +99,7 @@ class WrittenRules(Frozen):
 
 
 def write_arguments_rule(name: str, text: str, deadline: Deadline) -> WrittenRules:
-    """Return the grammar rules for a function's arguments; `name` is the name of the first.
+    """Return the grammar rules for a function's arguments; the first rule is called `name`.
 
     `text` is an `ArgumentsRule` as JSON.
 

@@ -1,4 +1,4 @@
-"""Parts that the grammars of all notations of tool call arguments are built from."""
+"""Helpers for writing grammars of tool call arguments, shared by all notations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ class PreparedSchema:
     """A rewritten JSON schema, whose references and alternatives are resolved on demand."""
 
     def __init__(self, schema: Schema, json_form: Mapping[str, Any]) -> None:
-        """Read a schema in the form that `prepare` returns; `json_form` is its form of JSON."""
+        """Read a schema that `prepare` has rewritten.
+
+        `json_form` has llguidance's options for how JSON values are written.
+        """
         self._definitions = {
             f"#/$defs/{name}": inner for name, inner in schema.get("$defs", {}).items()
         }
@@ -30,7 +33,7 @@ class PreparedSchema:
         self._json_form = json_form
 
     def branches(self, schema: AnySchema) -> list[Schema]:
-        """Return the schemas without references and alternatives that a schema is the union of."""
+        """Split a schema into schemas without references and `anyOf`, whose union it is."""
         branches: list[Schema] = []
         waiting: list[Any] = [schema]
         seen: set[str] = set()
@@ -49,7 +52,7 @@ class PreparedSchema:
         return branches
 
     def to_json_rule(self, schemas: Sequence[Schema]) -> str:
-        """Return a grammar expression for JSON that fits one of some schemas."""
+        """Return a grammar expression for JSON values that fit at least one of the schemas."""
         schema: Schema = schemas[0] if len(schemas) == 1 else {"anyOf": list(schemas)}
         used: dict[str, Any] = {}
         waiting = list(_references(schema))
@@ -76,26 +79,26 @@ def _references(value: object) -> Iterator[str]:
 
 
 class RuleList:
-    """The rules of a grammar, in Lark's notation, that are written for one function."""
+    """Collects the grammar rules, in Lark's notation, for the arguments of one function."""
 
     def __init__(self, name: str, special_ids: Mapping[str, int]) -> None:
         """Begin without rules. All names begin with `name`, the name of the first rule.
 
-        `special_ids` are the token ids of marks that are special tokens, by mark.
+        `special_ids` are the token ids of the notation's marks that are special tokens, by mark.
         """
         self.rules: list[str] = []
         self._name = name
         self._special_ids = special_ids
 
     def begin(self, expression: str) -> None:
-        """Add the first rule."""
+        """Add the first rule, which has the name of the list."""
         self.rules.insert(0, f"{self._name}: {expression}")
 
     def with_end(self, pattern: str, end: str, *, is_lazy: bool = False) -> str:
-        """Return an expression of text that fits a pattern, with the text after a value.
+        """Return an expression for a text that matches `pattern`, followed by the text `end`.
 
-        The text and the beginning of the mark are one terminal: the text may have parts of the
-        mark, and a terminal that could go on would hide where it ends.
+        `end` is the closing mark of a value, and the text may contain parts of this mark. So both
+        are one terminal: with two terminals, the grammar could not tell where the text ends.
         """
         marks = [mark for mark in self._special_ids if mark in end]
         body = self.add_terminal(pattern)
@@ -107,7 +110,7 @@ class RuleList:
         return f"{body} {self.literal(end[index:])}"
 
     def literal(self, text: str) -> str:
-        """Return an expression of a literal text."""
+        """Return the grammar expression of a literal text, in which marks become special tokens."""
         return to_lark(text, self._special_ids)
 
     def reserve_name(self) -> str:
@@ -126,7 +129,7 @@ class RuleList:
         return name
 
     def add_terminal(self, expression: str, *, is_lazy: bool = False) -> str:
-        """Add a terminal, and return its name; an `is_lazy` terminal ends as soon as it can."""
+        """Add a terminal, and return its name; an `is_lazy` terminal has the shortest match."""
         name = f"{self._name}_{len(self.rules)}"
         name = f"{name}[lazy]" if is_lazy else name.upper()
         self.rules.append(f"{name}: {expression}")
@@ -134,7 +137,10 @@ class RuleList:
 
 
 def object_schemas(branch: Schema) -> Iterator[Schema]:
-    """Yield schemas with `properties` for the objects that a branch of a schema allows."""
+    """Yield a schema with the members of each kind of object that a branch of a schema allows.
+
+    Objects that an `enum` lists get a schema each.
+    """
     if branch.get("type") == "object":
         yield branch
     elif not branch:
@@ -146,7 +152,7 @@ def object_schemas(branch: Schema) -> Iterator[Schema]:
 
 
 def is_unlimited(branch: Schema) -> bool:
-    """Whether a schema of numbers has no limits except the general limit of integers."""
+    """Whether a schema of numbers has no limits, apart from the limit that all integers have."""
     limits = branch.keys() - {"type"}
     return all(
         name in {"minimum", "maximum"} and abs(branch[name]) == _MAX_INTEGER for name in limits
@@ -154,7 +160,7 @@ def is_unlimited(branch: Schema) -> bool:
 
 
 def to_lark_pattern(text: str) -> str:
-    """Return a pattern of a rewritten schema as a pattern of a whole text, in Lark's notation.
+    """Return a rewritten schema's pattern in Lark's notation, such that it matches whole texts.
 
     Raises:
         ValueError: the pattern has anchors inside.
@@ -166,10 +172,10 @@ def to_lark_pattern(text: str) -> str:
 
 
 def escape(text: str) -> str:
-    """Return a regular expression of a literal text that may stand between slashes."""
+    """Return a regular expression of a literal text, for use between slashes in Lark."""
     return re.escape(text).replace("/", r"\/").replace("\n", "n")
 
 
 def escape_in_set(character: str) -> str:
-    """Return a character as it stands in brackets in a regular expression."""
+    """Escape a character, where necessary, for use inside `[...]` of a regular expression."""
     return f"\\{character}" if character in "]^-\\[/" else character

@@ -1,8 +1,9 @@
-"""Masks out texts that an answer must not begin with, such as a value that failed its check.
+"""Keeps an answer from beginning with texts that were rejected before, by masking tokens.
 
-A grammar cannot say "anything but this prefix" about the middle of an answer, but a mask can. While
-the answer so far is a prefix of an excluded text, two kinds of tokens are cleared: tokens that
-complete the excluded text, and tokens after which the answer could only continue to it.
+A grammar cannot say "anything but this prefix" about the middle of an answer, but a mask can. An
+excluded text is, for example, an answer up to a value that broke its JSON schema. While the answer
+so far is a prefix of an excluded text, two kinds of tokens are cleared: tokens that complete the
+excluded text, and tokens after which the answer could only continue to it.
 """
 
 from __future__ import annotations
@@ -56,17 +57,18 @@ class TokenTexts:
             index += 1
 
     def proper_prefixes_of(self, text: bytes) -> Iterator[int]:
-        """Yield the tokens whose bytes are a beginning of a text, but not the whole text."""
+        """Yield the tokens whose bytes begin a text without being the whole text."""
         for length in range(1, min(len(text), self.longest + 1)):
             yield from self.tokens_equal_to(text[:length])
 
 
 class _RemainingText(NamedTuple):
-    """The remainder of an excluded text: the bytes that would still complete it.
+    """The rest of an excluded text: the bytes that the answer still lacks to be the whole text.
 
-    Empty `text` means that the answer has become the excluded text. `num_before` of the remaining
-    bytes come before the wrong value; it is negative inside the value. `is_whole` has the meaning
-    of `ExcludedPrefix.is_whole`: only an answer that equals the text is excluded.
+    Empty `text` means that the answer has become the excluded text. `num_before` is the number of
+    bytes before the wrong value; it is negative if the answer is inside this value already. With
+    `is_whole`, only an answer that is equal to the text is excluded, not each answer that begins
+    with it.
     """
 
     text: bytes
@@ -78,8 +80,8 @@ class Exclusions:
     """The texts that one answer must not begin with, and how much of each the answer has already.
 
     When an answer breaks its JSON schema, it is generated again, and the broken beginning is
-    excluded. The grammar's matcher uses this class to remove tokens from its masks. Texts that the
-    answer can no longer become are dropped.
+    excluded. The grammar's matcher uses this class to remove tokens from its masks. An excluded
+    text is dropped once the answer differs from it.
     """
 
     def __init__(
@@ -114,7 +116,7 @@ class Exclusions:
         return Exclusions(rests, self._texts, self._ends)
 
     def clear(self, matcher: LLMatcher, row: NDArray[np.uint32]) -> None:
-        """Remove tokens from a mask that would make the answer an excluded text.
+        """Remove the tokens from a mask that would make the answer begin with an excluded text.
 
         These are tokens that complete an excluded text, and tokens after which the grammar allows
         nothing but excluded texts. `row` is the mask, one bit for each token of the vocabulary.
@@ -136,10 +138,10 @@ class Exclusions:
                 row[token // 32] &= ~np.uint32(1 << (token % 32))
 
     def _partial_tokens(self, row: NDArray[np.uint32], *, is_near: bool = False) -> dict[int, None]:
-        """Return a mask's tokens after which the answer can still become an excluded text.
+        """Return the allowed tokens after which the answer is still a prefix of an excluded text.
 
-        Tokens that complete the text are not included. With `is_near`, skip excluded texts whose
-        wrong value cannot be reached by the next token.
+        Tokens that complete the text are not included. `row` is the mask of allowed tokens. With
+        `is_near`, texts are skipped if no next token can reach their wrong value.
         """
         tokens: dict[int, None] = {}
         for rest in self._rests:
@@ -156,8 +158,9 @@ class Exclusions:
         """Return whether the answer can avoid all excluded texts after a token.
 
         Searches the continuations that the grammar allows, and returns True if the search reaches
-        its limit. Many sequences of tokens spell the same text, so each text is looked at once.
-        `dead_ends` are texts that inevitably lead to an excluded text; the method adds new ones.
+        its limit. Many sequences of tokens spell the same text, so each text is examined only once.
+        `dead_ends` are texts after which only excluded texts can follow; the method adds the dead
+        ends that it finds.
         """
         seen = set(dead_ends)
         waiting = [(self, matcher, b"", token)]
@@ -182,8 +185,8 @@ class Exclusions:
     def take_partial_tokens(self, row: NDArray[np.uint32]) -> list[int]:
         """Remove all tokens from a mask that complete, or may lead to, an excluded text.
 
-        Returns the tokens that may lead to an excluded text. The search for another continuation
-        follows them one by one.
+        Returns the tokens that may lead to an excluded text. `_has_alternative` then examines these
+        tokens one by one.
         """
         self._clear_complete(row)
         tokens = [*self._partial_tokens(row)]

@@ -138,7 +138,7 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        """Prepare for a model with `vocab_size` logits; some of them may stand for no token."""
+        """Prepare for a model with `vocab_size` logits; there may be more logits than tokens."""
         self.ends = tokenizer.eos_ids
         self.num_words = -(-vocab_size // 32)
         self._tokenizer = tokenizer
@@ -163,8 +163,8 @@ class Grammars:
         """Compile a constraint, or take its matcher from the cache.
 
         Each new request gets its own copy of the returned matcher by `for_request`. The time limit
-        is checked between the stages of the work, and inside the stages that are not llguidance's.
-        llguidance's compilation has limits of its own (`_LIMITS`).
+        is checked between the stages of compiling, and inside all stages except llguidance's
+        compilation, which has other limits (`_LIMITS`).
 
         Raises:
             RequestError: the constraint is not valid, not supported or too complex, or takes
@@ -416,7 +416,7 @@ class GrammarMatcher:
     def count_allowed(self, output: Sequence[int], tokens: Sequence[int]) -> int:
         """Return how many tokens of a draft the grammar allows in sequence after `output`.
 
-        The speculator cuts a draft there. 0 if llguidance has failed.
+        The speculator drops the tokens of a draft after these. Returns 0 if llguidance has failed.
         """
         self._consume(output)
         if self._matcher.is_error():
@@ -426,8 +426,8 @@ class GrammarMatcher:
     def forced(self, output: Sequence[int]) -> Sequence[int]:
         """Return the next tokens after `output` if the grammar leaves no choice; empty otherwise.
 
-        The n-gram proposer drafts these tokens. llguidance's search has a limit, so there may be
-        more.
+        The n-gram proposer drafts these tokens. llguidance's search has a limit, so not all forced
+        tokens may be returned.
         """
         self._consume(output)
         # A copy, because a matcher is unusable after a search that reached the limit.
@@ -451,7 +451,7 @@ class GrammarMatcher:
 
 
 def _num_remainders(multiple: Decimal) -> Decimal:
-    """Return how many remainders division by a JSON schema's `multipleOf` can have.
+    """Return the number of possible remainders of a division by a schema's `multipleOf`.
 
     llguidance's automaton for the keyword has a state for each remainder, so a large number of
     remainders needs larger limits. A fraction is scaled to an integer first.
@@ -484,8 +484,8 @@ def _limited_grammar(constraint: Constraint, deadline: Deadline) -> tuple[str, t
     """Return a constraint's grammar for llguidance, with long forced text disabled.
 
     Forced text is text without a choice. llguidance would follow it to its end within one step,
-    which can take long, so a grammar that may force much text gets an option against this. Also
-    returns the keywords of a JSON schema that the grammar does not enforce.
+    which can take long, so in a grammar that may force much text, this is switched off by an
+    option. Also returns the keywords of a JSON schema that the grammar does not enforce.
     """
     from llguidance import LLMatcher
 
@@ -527,11 +527,11 @@ def _grammar(constraint: Constraint, deadline: Deadline) -> tuple[str, tuple[str
 
 
 def _may_force(constraint: Constraint) -> bool:
-    """Whether llguidance may add forced text (text without a choice) under a constraint.
+    """Whether llguidance may follow forced text (text without a choice) under a constraint.
 
-    False if the forced text may be long. A client's grammar can force text of any length. Grammars
-    in the notation "lark" come from Twostroke itself, or from programs that use the library, and
-    contain `NO_FORCING` where necessary.
+    This is False if the forced text may be long. A client's grammar can force text of any length.
+    Grammars in the notation "lark" come from Twostroke itself, or from programs that use the
+    library, and contain `NO_FORCING` where necessary.
     """
     match constraint.notation:
         case "regex" | "choice":
@@ -543,7 +543,7 @@ def _may_force(constraint: Constraint) -> bool:
 def _disable_forcing(grammar: str) -> str:
     """Return a grammar with the option that keeps llguidance from following forced text.
 
-    A grammar is in Lark's notation, or one of llguidance's JSON objects.
+    `grammar` is in Lark's notation, or is one of llguidance's JSON objects.
     """
     if not grammar.startswith("{"):
         return f"{grammar}\n{NO_FORCING}\n"

@@ -20,11 +20,11 @@ TEXT: Final = r"TEXT: /(.|\n)*/"  # a rule for any text without special tokens
 
 
 def special_marks(marks: Iterable[str], tokenizer: Tokenizer) -> dict[str, int]:
-    """Return the token ids of the special tokens that marks are, or contain, by their texts.
+    """Return the ids of the special tokens that occur in marks, by the tokens' texts.
 
-    Marks are texts such as `<tool_call>` that delimit parts of an answer. A mark may be one token,
-    or have text beside special tokens, as `<|channel>thought` has. A grammar must name a special
-    token by its id, because text rules do not match special tokens.
+    Marks are texts such as `<tool_call>` that delimit parts of an answer. A mark may be a single
+    token, or special tokens and other text, such as `<|channel>thought`. A grammar must name a
+    special token by its id, because text rules do not match special tokens.
     """
     ids: dict[str, int] = {}
     for mark in filter(None, marks):
@@ -33,7 +33,7 @@ def special_marks(marks: Iterable[str], tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def _specials_in(mark: str, tokenizer: Tokenizer) -> dict[str, int]:
-    """Return the ids of the special tokens in a mark, the longest at each place, by their texts."""
+    """Return the ids of the special tokens in a mark, by their texts; longer tokens win."""
     texts = ((tokenizer.token_text(id_), id_) for id_ in tokenizer.special_ids)
     ids = {text: id_ for text, id_ in texts if text and text in mark}
     if not ids:
@@ -57,7 +57,7 @@ def to_lark(text: str, specials: Mapping[str, int]) -> str:
 
 
 def text_until(name: str, mark: str, specials: Mapping[str, int]) -> str:
-    """Return a grammar rule that matches any text up to and with the first occurrence of a mark.
+    """Return a grammar rule for any text that ends with the first occurrence of a mark.
 
     `name` is the rule's name. `specials` has the token ids of marks that are special tokens.
     """
@@ -89,7 +89,7 @@ def text_without_prefix(*terminals: str) -> str:
 
 
 def union_grammar(first: str, second: str) -> str:
-    """Return a grammar that allows the answers of two grammars, for a constraint's alternative.
+    """Return a grammar that allows all answers that at least one of two grammars allows.
 
     A grammar is in Lark's notation, or one of llguidance's JSON objects.
     """

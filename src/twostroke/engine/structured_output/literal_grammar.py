@@ -1,4 +1,4 @@
-"""Writes the grammar of tool call arguments that are names and literals, from a JSON schema."""
+"""Writes grammars for tool call arguments that are written as names and literals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TOO_MANY: Final = "counts of items or members above {limit:,} cannot be kept in
 
 
 class LiteralWriter:
-    """Writes the grammar rules of arguments that are written as names and literals."""
+    """Writes the grammar rules for arguments in a `LiteralNotation`, from their JSON schema."""
 
     def __init__(self, notation: LiteralNotation, schema: PreparedSchema, rules: RuleList) -> None:
         """Prepare to add rules to `rules`, for the arguments of one function."""
@@ -42,7 +42,7 @@ class LiteralWriter:
         self._named: dict[str, str] = {}  # rules by the reference or the schema that they hold
 
     def write(self) -> None:
-        """Write the rules.
+        """Add the rules for the arguments to the list.
 
         Raises:
             ValueError: the notation cannot hold the schema.
@@ -68,7 +68,7 @@ class LiteralWriter:
         return self._named[key]
 
     def _branch(self, branch: Schema) -> list[str]:
-        """Return expressions of the values that fit a schema without alternatives."""
+        """Return expressions of the values that fit a schema without references and `anyOf`."""
         words = self._notation.words
         if "enum" in branch:
             return [text for value in branch["enum"] for text in self._listed(value)]
@@ -90,7 +90,7 @@ class LiteralWriter:
                 return [self._rules.add_rule(self._schema.to_json_rule([branch]))]
 
     def _listed(self, value: object) -> list[str]:
-        """Return expressions of a listed value; empty if the notation cannot write it."""
+        """Return expressions of a value in an `enum`; empty if the notation cannot write it."""
         notation = self._notation
         if isinstance(value, str):
             quotes = [
@@ -150,7 +150,7 @@ class LiteralWriter:
         return f'"[" {rest} "]"'
 
     def _run(self, item: str, low: int, high: int | None) -> str:
-        """Return the expression of a number of items with separators between them."""
+        """Return the expression of `low` to `high` items with separators between them."""
         if high == 0:
             return ""
         count = self._count(low - 1, None if high is None else high - 1)
@@ -165,7 +165,7 @@ class LiteralWriter:
     def _members(self, schema: Schema, *, is_root: bool) -> str:
         """Return the expression of an object's members, in the order of the notation.
 
-        With `is_root`, these are the arguments.
+        With `is_root`, the members are the arguments of the call.
         """
         members: Mapping[str, Any] = schema.get("properties", {})
         names = [name for name, inner in members.items() if inner is not False]
@@ -189,7 +189,11 @@ class LiteralWriter:
         return self._sequence(entries, free)
 
     def _sequence(self, entries: Sequence[tuple[str, bool]], free: str) -> str:
-        """Return the expression of members, some of them optional, and of free ones after them."""
+        """Return the expression of an object's named members, followed by unnamed members.
+
+        `entries` has the expression of each named member, and whether the member is required.
+        `free` is the expression of one unnamed member; empty if there may be none.
+        """
         rest = f"({self._separator} {free})*" if free else '""'  # if a member was written
         first = self._run(free, 0, None) if free else '""'  # if none was
         for member, is_required in reversed(entries):
@@ -218,7 +222,7 @@ class LiteralWriter:
         return f"({quoted}) {self._value(schema)}"
 
     def _free_members(self, schema: Schema, members: Mapping[str, Any], *, is_root: bool) -> str:
-        """Return the rule of a member that the schema does not name; empty if none may be."""
+        """Return the rule of one member that the schema does not name; empty if not allowed."""
         others = schema.get("additionalProperties", True)
         excluded = [f"~/{'|'.join(map(escape, members))}/"] if members else []
         alternatives = []

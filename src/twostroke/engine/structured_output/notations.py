@@ -50,18 +50,19 @@ class TagNotation(Frozen, tag="tags"):
     r"""Arguments that are written one after the other, with marks around each name and each value.
 
     An argument is: `key_begin`, name, `key_end`, value, `value_end`. A string is written as it is,
-    other values as JSON. The closing mark, `value_end` without blanks at its ends, cannot occur in
-    a value.
+    other values as JSON. The closing mark, `value_end` without white space at its ends, cannot
+    occur in a value.
 
     Attributes:
         key_begin: the text before the name, such as `<parameter=`.
-        key_end: the text between the name and a value. If it ends with blanks, they are no part of
-            the value.
-        value_end: the text after a value, such as `\n</parameter>\n`. If it begins with blanks,
-            they are no part of the value.
+        key_end: the text between the name and a value, up to and including white space that is not
+            part of the value.
+        value_end: the text after a value, such as `\n</parameter>\n`. White space at its begin is
+            not part of the value.
         other_key_end: the text between the name and a value that is not a string, if it differs.
-            Then a value's type does not depend on its schema. It may have `TYPE`.
-        has_cdata: whether a string with `<`, `&` or a line break stands in `CDATA`.
+            Then the reader knows from this text whether a value is a string. It may contain `TYPE`,
+            which stands for the name of the type.
+        has_cdata: whether a string with `<`, `&` or a line break is written in a `CDATA` section.
         special_texts: parts of the marks that a vocabulary may have as special tokens.
     """
 
@@ -122,7 +123,7 @@ class LiteralNotation(Frozen, tag="literals"):
         has_escapes: whether strings have Python's escapes. Else they are written as they are.
         has_quoted_names: whether names inside objects are strings.
         words: how the notation writes true, false and null.
-        is_sorted: whether arguments are in the order of their names.
+        is_sorted: whether arguments are sorted by their names.
     """
 
     end: str
@@ -164,7 +165,7 @@ class LiteralNotation(Frozen, tag="literals"):
         return json.dumps(value)
 
     def quoted(self, text: str, quote: str = "") -> str:
-        """Return a string in quotes, by default the first that the notation has."""
+        """Return a string in quotes; without `quote`, in the first of the notation's quotes."""
         quote = quote or self.quotes[0]
         if self.has_escapes:
             for character, escape in (("\\", "\\\\"), (quote, f"\\{quote}"), ("\n", "\\n")):
@@ -187,9 +188,9 @@ def type_name(value: object) -> str:
 
 
 def to_json_literal(text: str, types: frozenset[str]) -> str | None:
-    """Return the JSON of a text that is a JSON literal of one of some types; None if it is not.
+    """Return a text as JSON if it is a JSON literal of one of `types`; None if it is not.
 
-    Blanks may surround the literal. `True`, `False` and `None` count as literals, too.
+    White space may surround the literal. `True`, `False` and `None` count as literals, too.
     """
     text = text.strip(BLANKS)
     if not text:

@@ -1,4 +1,4 @@
-"""Limits a model's reasoning: after the last token of the budget, its closing text must follow."""
+"""Limits a model's reasoning: after the last token of the budget, the closing text is forced."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _MAX_COMPLETING_TOKENS: Final = 3  # of a character that the last token of a bud
 
 
 class ReasoningBudget:
-    """The limit of the reasoning of one prompt's answers.
+    """The maximum number of reasoning tokens in the answers to one prompt.
 
-    The tokens of the reasoning count from the first token after the opening mark. Once they are
-    used up, masks allow only the tokens of the closing text, one after the other. If the last token
-    ends inside a character, up to three more tokens may complete the character before. While the
-    model reasons, and until forced closing text is followed by a token that is not blank, the model
-    cannot end its answer.
+    Tokens are counted from the first token after the opening mark of the reasoning. Once the budget
+    is used up, masks allow only the tokens of the closing text, one after the other. If the last
+    token ends inside a multi-byte character, up to three more tokens may complete the character
+    first. The model cannot end its answer while it reasons, nor between forced closing text and the
+    next token that is not white space.
     """
 
     def __init__(
@@ -47,7 +47,8 @@ class ReasoningBudget:
     ) -> None:
         """Allow `num_tokens` tokens of reasoning in an answer of at most `max_output` tokens.
 
-        Fewer are allowed if the marks and a quarter of `max_output` would not be left otherwise.
+        Fewer are allowed if less than the marks and a quarter of `max_output` would be left for the
+        answer.
         """
         self.preface = preface
         self.tokenizer = tokenizer
@@ -66,14 +67,14 @@ class ReasoningBudget:
 
 
 class BudgetMatcher:
-    """Tells which tokens may follow an answer's output by its budget, and by its constraint.
+    """The matcher of one request: masks tokens by its reasoning budget and by its constraint.
 
     Attributes:
         num_words: 32-bit words of a mask.
     """
 
     def __init__(self, budget: ReasoningBudget, constraint: Matcher | None) -> None:
-        """Begin before the first token; without `constraint` only the budget is a rule."""
+        """Begin before the first token; without `constraint` only the budget limits the tokens."""
         self.num_words = budget.num_words
         self._budget = budget
         self._constraint = constraint
@@ -126,7 +127,7 @@ class BudgetMatcher:
         return () if self._constraint is None else self._constraint.forced(output)
 
     def _consume(self, output: Sequence[int]) -> None:
-        """Advance by the tokens of `output` that were not read yet."""
+        """Read the tokens of `output` that were not read yet."""
         for token in output[self._num_consumed :]:
             self._progress.feed(token)
         self._num_consumed = len(output)
@@ -186,7 +187,7 @@ class _Progress:
 
     @property
     def forced(self) -> Sequence[int]:
-        """The tokens of the closing text that must come next; empty without."""
+        """The tokens of the closing text that must come next; empty if none must."""
         num_more = self._budget.num_tokens - self._num_inside
         is_inside = self._splitter.segment is SegmentKind.INSIDE
         if not is_inside or num_more > 0:
@@ -204,7 +205,7 @@ class _Progress:
     def restrict(self, mask: NDArray[np.uint32]) -> None:
         """Remove the tokens that the budget forbids from a mask of allowed tokens.
 
-        A mask that would be left without tokens is not changed: then the constraint decides.
+        If no allowed token would be left, the mask is not changed: the constraint takes precedence.
         """
         if self.forced:
             allowed = self._budget.closing_masks[self._num_closing]
@@ -218,12 +219,15 @@ class _Progress:
 
     @property
     def _bars_ends(self) -> bool:
-        """Whether the answer cannot end here: it reasons, or only has forced closing text."""
+        """Whether the answer must not end here: in the reasoning, or after forced closing text."""
         return self._splitter.segment is SegmentKind.INSIDE or self._num_blank is not None
 
 
 def _mark_tokens(text: str, preface: ReasoningSection, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of a text with a mark of the reasoning, which may be one token."""
+    """Return the tokens of a text that contains a mark of the reasoning.
+
+    If the mark is a token of the vocabulary, the text before and after it is encoded separately.
+    """
     for mark in filter(None, (preface.begin, preface.end)):
         token = tokenizer.find(mark)
         before, has_mark, after = text.partition(mark)
@@ -235,7 +239,7 @@ def _mark_tokens(text: str, preface: ReasoningSection, tokenizer: Tokenizer) -> 
 
 
 def _ends_in_character(data: bytes) -> bool:
-    """Whether bytes end inside a character of several bytes (UTF-8); the last three decide."""
+    """Whether bytes end inside a UTF-8 character of several bytes; reads the last three bytes."""
     for count, byte in enumerate(reversed(data[-3:]), 1):
         if byte >= 0xC0:
             return count < (2 if byte < 0xE0 else 3 if byte < 0xF0 else 4)

@@ -1,4 +1,4 @@
-"""Writes the grammar of tool call arguments that stand between marks, from a JSON schema."""
+"""Writes grammars for tool call arguments that stand between tags, from a JSON schema."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _MAX_KEY_CHARS: Final = 200
 
 
 class TagWriter:
-    """Writes the grammar rules of arguments that stand between marks."""
+    """Writes the grammar rules for arguments in a `TagNotation`, from their JSON schema."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class TagWriter:
     ) -> None:
         """Prepare to add rules to `rules`, for the arguments of one function.
 
-        `types` are the types of its arguments, as the reader of calls sees them.
+        `types` are the types by which the reader of calls decides whether a value is a string.
         """
         self._notation = notation
         self._schema = schema
@@ -67,7 +67,7 @@ class TagWriter:
         self._rules = rules
 
     def write(self) -> None:
-        """Write the rules.
+        """Add the rules for the arguments to the list.
 
         Raises:
             ValueError: the notation cannot hold the schema.
@@ -102,7 +102,7 @@ class TagWriter:
         return " ".join(parts) or '""'
 
     def _free_members(self, schema: Schema, members: Mapping[str, Any]) -> str:
-        """Return the expression of a member that the schema does not name; empty if none may be."""
+        """Return the expression of one member that the schema does not name; empty if forbidden."""
         patterns = schema.get("patternProperties", {})
         others = schema.get("additionalProperties", True)
         named = "|".join(map(escape, members))
@@ -120,7 +120,7 @@ class TagWriter:
 
     @property
     def _key_text(self) -> str:
-        """The pattern of a name that the schema does not list: it cannot have the mark's begin."""
+        """The pattern of names that the schema does not list; they must not contain `key_end`."""
         stop = self._notation.key_end.strip(BLANKS)[0]
         return rf"/[^\n{escape_in_set(stop)}]{{1,{_MAX_KEY_CHARS}}}/"
 
@@ -142,9 +142,9 @@ class TagWriter:
         return f"{begin} {self._after_key(schema, self._types.of(name))}"
 
     def _after_key(self, schema: AnySchema, types: frozenset[str]) -> str:
-        """Return the name of a rule for an argument after its name.
+        """Return the name of a rule for the rest of an argument, after the argument's name.
 
-        `types` are the types that the reader of calls takes the value for.
+        `types` are the types that the reader of calls may give to the value.
         """
         notation = self._notation
         branches = self._schema.branches(schema)
@@ -171,7 +171,7 @@ class TagWriter:
         )
 
     def _strings(self, branches: Sequence[Schema], types: frozenset[str]) -> list[str]:
-        """Return expressions of the strings of some schemas, with the text after the value."""
+        """Return expressions of the strings that some schemas allow, each with the closing mark."""
         # Any text fits a schema without limits, whatever type it is read as.
         read_types = frozenset() if {} in branches else _literal_types(types)
         has_limits = any(
@@ -196,7 +196,7 @@ class TagWriter:
         return expressions
 
     def _cdata(self, branch: Schema) -> str:
-        """Return the expression of a string in `CDATA`, with the text after the value."""
+        """Return the expression of a string in a `CDATA` section, with the closing mark."""
         begin, end = CDATA
         pattern = " & ".join(self._string_patterns(branch, end))
         body = self._rules.with_end(pattern, end + self._notation.value_end, is_lazy=True)
@@ -213,10 +213,10 @@ class TagWriter:
         return patterns + [to_lark_pattern(text) for text in texts]
 
     def _others(self, branches: Sequence[Schema], types: frozenset[str]) -> list[str]:
-        """Return expressions of the values that are not strings, with the text after the value.
+        """Return expressions of the values that are not strings, each with the closing mark.
 
-        `types` are the types that the reader takes the value for: a terminal has the text after
-        the value where a string could begin like the value.
+        `types` are the types that the reader of calls may give to the value. If a string may begin
+        like the value, the value and the closing mark are one terminal.
         """
         end = self._notation.value_end
         expressions: list[str] = []
@@ -246,7 +246,7 @@ class TagWriter:
 
 
 def _of_type(branches: Sequence[Schema], name: str) -> Iterator[Schema]:
-    """Yield the parts of some schemas that allow values of a type, one of `TYPES`."""
+    """Yield the schemas that allow values of type `name`, restricted to these values."""
     for branch in branches:
         if not branch:
             yield {"type": name}
@@ -258,18 +258,20 @@ def _of_type(branches: Sequence[Schema], name: str) -> Iterator[Schema]:
 
 
 def _literal_types(types: frozenset[str]) -> frozenset[str]:
-    """Return the types of literals for which the reader of calls takes a value with some types.
+    """Return the types of JSON literals that the reader of calls does not read as strings.
 
-    Without strings among the types, each JSON literal counts.
+    `types` are the possible types of the value. If a string is not possible, each JSON literal is
+    read as JSON.
     """
     return types - STRING_ONLY if "string" in types else ALL_TYPES
 
 
 def _literals(types: frozenset[str], *, has_limits: bool) -> list[str]:
-    """Return patterns that exclude the texts that are read as literals of some types.
+    """Return patterns that match no text that is read as a literal of one of `types`.
 
-    Texts that begin like an array, an object or a quoted string are excluded: the grammar could
-    not tell them apart before their end. So are texts that begin like a number, with `has_limits`.
+    Texts that begin like an array, an object or a quoted string are excluded as well, because the
+    grammar could not tell strings from these before their end. With `has_limits`, texts that begin
+    like a number are excluded, too.
     """
     words = [word for name, texts in _WORDS.items() if name in types for word in texts]
     if "number" in types:
@@ -289,7 +291,7 @@ def _literals(types: frozenset[str], *, has_limits: bool) -> list[str]:
 
 
 def _written(values: Sequence[object]) -> Iterator[str]:
-    """Yield the texts of listed values that are not strings."""
+    """Yield the texts by which models write values other than strings: JSON, `True`, `None`, ..."""
     for value in values:
         text = json.dumps(value, ensure_ascii=False)
         yield text

@@ -65,10 +65,10 @@ def arrays(branch: SchemaBranch, expander: Expander, child: Child) -> Iterator[S
 def _containing_each(
     branch: SchemaBranch, keywords: Sequence[Contains], child: Child
 ) -> Iterator[Schema]:
-    """Yield array schemas for several `contains` keywords, with a fitting item at fixed indices.
+    """Yield array schemas for several `contains` keywords: fitting items are at fixed indices.
 
-    In place of the keywords, each yielded schema chooses an index for each keyword, among the first
-    `_MAX_POSITIONS`. The same item may fit several keywords.
+    Each yielded schema demands, for each keyword, that the item at one of the first
+    `_MAX_POSITIONS` indices fits. The same item may fit several keywords.
     """
     high = branch.num_items.high
     for indices in product(range(_MAX_POSITIONS), repeat=len(keywords)):
@@ -80,9 +80,9 @@ def _containing_each(
 
 
 def _containing(branch: SchemaBranch, contains: Contains, child: Child) -> Iterator[Schema]:
-    """Yield array schemas for one `contains` keyword, each with a run of fitting items.
+    """Yield array schemas for one `contains` keyword, each with consecutive fitting items.
 
-    If `maxContains` limits the number of fitting items, the items outside the run must not fit.
+    If `maxContains` limits the number of fitting items, all other items must not fit.
     """
     low = contains.min_count
     high = branch.num_items.high
@@ -114,8 +114,9 @@ def _array_schema(
     Args:
         branch: keywords of a JSON schema that a value must all fit.
         child: returns the schema for an item that must fit some states.
-        fixed: for some indices, the `contains` keywords that the item must fit.
-        limited: a `contains` keyword; if it has a maximum, items elsewhere must not fit it.
+        fixed: maps an index to the `contains` keywords that the item at this index must fit.
+        limited: a `contains` keyword. If it has a maximum, the items that are not in `fixed` must
+            not fit it.
     """
     parts = [*branch.arrays, *branch.unevaluated_items()]
     end = max(fixed, default=-1) + 1
@@ -153,8 +154,8 @@ def _distinct_arrays(branch: SchemaBranch, expander: Expander) -> list[list[Any]
     """List all arrays that a branch's `uniqueItems` allows, if they are few.
 
     The list then replaces the keyword in the grammar. Returns None without `uniqueItems`, if items
-    are distinct anyway, or if the arrays are too many to list; in the last case `uniqueItems`
-    becomes a gap, which the check of the finished answer covers.
+    are distinct anyway, or if the arrays are too many to list. In the last case the grammar does
+    not enforce `uniqueItems`, and the finished answer is checked.
     """
     high = branch.num_items.high
     if branch.unique is None or (high is not None and high < 2):

@@ -296,8 +296,8 @@ def join_formulas(kind: str, formulas: Iterable[Formula]) -> Formula:
 class _Automaton:
     """An alternating automaton: a regular expression as formulas about the text that follows.
 
-    A formula combines conditions by "and", "or" and "not". Look-behind needs the text before: for
-    each look-behind, a tracker (an automaton of its own) follows the text from its start.
+    A formula combines conditions by "and", "or" and "not". For each look-behind, a separate
+    automaton (a tracker) follows the text from its start.
     """
 
     def __init__(self, node: PatternNode, *, is_negated: bool = False) -> None:
@@ -368,9 +368,9 @@ class _Automaton:
         return self._look_behind(parts[0], if_so=choice[0], if_not=choice[1])
 
     def _enter_negation(self) -> None:
-        """Note that the next part of the expression must not match, as in a negative look-ahead.
+        """Record that the next part of the expression must not match, as in a negative look-ahead.
 
-        In such a part, line endings are left out of the resulting expression's characters.
+        The resulting expression then has no line endings in its sets of characters.
         """
         self._is_denied = True
         self.avoided = merge_ranges((*self.avoided, *_LINE_ENDS))
@@ -378,7 +378,7 @@ class _Automaton:
     def _word_boundary(self, after: Formula, *, is_edge: bool) -> Formula:
         """Return the formula of a word boundary, or of its absence, followed by `after`.
 
-        Characters outside ASCII beside the boundary never match.
+        A boundary next to a character outside ASCII never matches.
         """
         word, other = PatternNode("set", (_WORD,)), PatternNode("set", (_NOT_ASCII,))
         if self._is_denied:
@@ -409,7 +409,7 @@ class _Automaton:
     def _look_behind(self, node: PatternNode, if_so: Formula, if_not: Formula) -> Formula:
         """Return a condition on the text before: whether it ends with a match of `node`.
 
-        The condition stands for the formula `if_so` if it does, and for `if_not` otherwise.
+        If it does, the formula `if_so` applies, and otherwise `if_not`.
         """
         if self._is_tracking:
             raise UnsupportedError("it has a look-behind inside a look-behind")
@@ -468,7 +468,7 @@ class _Automaton:
         return formula
 
     def classes(self) -> list[Ranges]:
-        """Return the classes of characters that the automaton does not tell apart, as ranges.
+        """Divide all characters into classes (ranges) that the automaton treats equally.
 
         The deterministic automaton has one transition for each class.
         """
@@ -638,7 +638,7 @@ def _cost(edges: dict[int, dict[int, str]], state: int, sources: list[int]) -> i
 
 
 def _either(first: str, second: str) -> str:
-    """Return a regular expression that matches what either of two expressions matches."""
+    """Return a regular expression that matches all texts that at least one of two matches."""
     if first == "":
         return f"{_grouped(second)}?"
     if second == "":
@@ -700,7 +700,7 @@ def without_look_around(source: str) -> tuple[str, ...] | None:
 def opposite_pattern(source: str) -> str | None:
     """Return a regular expression for all texts in which a JSON schema's pattern does not match.
 
-    Used for a pattern under `not`. None if the pattern is not regular, or too large.
+    It replaces a `pattern` under `not`. None if the pattern is not regular, or too large.
     """
     try:
         table = build_dfa(_Parser(source).pattern(), is_negated=True)

@@ -21,7 +21,7 @@ _NUMBERS: Final = frozenset(("integer", "fraction"))
 
 
 class SchemaItem(NamedTuple):
-    """A schema that a JSON value must fit or, if not `holds`, must not fit."""
+    """A schema (`node`) that a JSON value must fit or, if `holds` is false, must not fit."""
 
     node: Node
     holds: bool = True
@@ -49,8 +49,8 @@ class ObjectPart(NamedTuple):
         patterns: the state of members whose names match a pattern.
         others: the state of all other members.
         is_open: whether the schema has no `additionalProperties`.
-        scope: the `unevaluated*` keywords of outer schemas that these keywords count for, by
-            number.
+        scope: numbers of the `unevaluated*` keywords of outer schemas for which these members count
+            as evaluated.
     """
 
     names: dict[str, State | None]
@@ -75,8 +75,8 @@ class ArrayPart(NamedTuple):
         first: the states of the first items.
         others: the state of all other items.
         is_open: whether the schema has no `items` for the other items.
-        scope: the `unevaluated*` keywords of outer schemas that these keywords count for, by
-            number.
+        scope: numbers of the `unevaluated*` keywords of outer schemas for which these items count
+            as evaluated.
     """
 
     first: tuple[State | None, ...]
@@ -103,8 +103,8 @@ class Unevaluated(NamedTuple):
     """A JSON schema's `unevaluatedProperties` or `unevaluatedItems`.
 
     `state` has the schemas for all members or items that no other keyword evaluates. `application`
-    is the number of this use of the schema: other keywords count for it if their scope has the
-    number.
+    is the number of this keyword: members or items count as evaluated if the `scope` of their
+    keyword contains this number.
     """
 
     application: int
@@ -116,7 +116,7 @@ class Unevaluated(NamedTuple):
 class Alternatives(NamedTuple):
     """The alternatives of a JSON schema's keyword such as `anyOf`: a value must fit one of them.
 
-    If they are not exact, they also allow some values that the keyword forbids.
+    If `is_exact` is false, the alternatives also allow some values that the keyword forbids.
     """
 
     alternatives: tuple[tuple[State, Scope], ...]
@@ -155,24 +155,25 @@ class SchemaBranch:
         kinds: the types of values that are allowed.
         values: the only allowed values, by key; None without such a list.
         excluded: values that are not allowed, by key.
-        minimum, maximum: a bound of numbers, and whether the bound itself is excluded.
-        multiple: numbers must be multiples of it.
+        minimum, maximum: a bound of numbers, and whether the bound itself is excluded; None without
+            a bound.
+        multiple: numbers must be multiples of this number.
         lengths: the lengths of strings.
         patterns: the patterns that strings must match.
         member_names: the names of members, in the order of the schema.
         simple_members: states of members from schemas that only list members.
-        objects: all other parts about members.
+        objects: parts from all other schemas with keywords about members.
         required: names of required members.
         num_members: how many members objects have.
-        name_items: the schemas of member names.
-        arrays: the parts about items.
+        name_items: the schemas that the names of members must fit (`propertyNames`).
+        arrays: parts from the schemas with keywords about items.
         num_items: how many items arrays have.
         contains: the `contains` keywords.
         unique: the location of `uniqueItems`, if items must be distinct.
         unevaluated: the `unevaluated*` keywords.
-        choices: alternatives that are not resolved yet.
-        unenforced_keywords: locations of keywords that are not enforced, and the type that each is
-            about ("" for all types).
+        choices: the alternatives of keywords such as `anyOf` that are not resolved yet.
+        unenforced_keywords: locations of keywords that the grammar does not enforce, each with the
+            type of values that it is about ("" for all types).
         seen: the schemas that were added already.
         is_touched: whether anything but choices was added.
     """
@@ -274,7 +275,8 @@ class SchemaBranch:
     def unevaluated_items(self, excluded_scope: Scope = ()) -> list[ArrayPart]:
         """Return the array parts that stand for the branch's `unevaluatedItems` keywords.
 
-        Keywords whose number is in `excluded_scope` are left out: they count an item as evaluated.
+        Keywords whose number is in `excluded_scope` are left out, because the item counts as
+        evaluated for them.
         """
         parts = []
         for keyword in self._unevaluated_of(is_of_objects=False):
@@ -298,7 +300,7 @@ class SchemaBranch:
         return ObjectPart(names, patterns, keyword.state, is_open=False)
 
     def _is_evaluated(self, keyword: Unevaluated) -> bool:
-        """Whether an `unevaluated*` keyword has no effect: an inner one covers everything."""
+        """Whether an inner `unevaluated*` keyword leaves nothing unevaluated for this keyword."""
         return any(
             keyword.application in other.scope and keyword.is_of_objects == other.is_of_objects
             for other in self.unevaluated
@@ -323,7 +325,8 @@ class SchemaBranch:
     def allowed(self) -> list[Any] | None:
         """Return the scalar values that the branch allows, if it lists them; otherwise None.
 
-        `const` and `enum` list values, as do the types null and boolean.
+        `const` and `enum` list values; the types null and boolean have few values, which count as
+        listed.
         """
         if self.values is None:
             if self.kinds - {"null", "boolean"}:
@@ -388,7 +391,7 @@ class SchemaBranch:
 
 
 def kind(value: object) -> str:
-    """Return the type of a JSON value, a name in `KINDS`; numbers are `int` or `Decimal`."""
+    """Return the type of a JSON value, one of `KINDS`; numbers must be `int` or `Decimal`."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -398,7 +401,7 @@ def kind(value: object) -> str:
 
 
 def key(value: Any) -> Any:
-    """Return a hashable key of a JSON value, the same for equal values only."""
+    """Return a hashable key of a JSON value; only equal values have equal keys."""
     if isinstance(value, list):
         return ("array", *map(key, value))
     if isinstance(value, dict):

@@ -65,9 +65,9 @@ class Node:
         self.resource = resource
 
     def location(self, keyword: str) -> str:
-        """Return a keyword with its schema's JSON pointer, as in `minimum (/items)`.
+        """Return a keyword with its schema's JSON pointer, such as `minimum (/items)`, for errors.
 
-        `#` is the root.
+        The pointer of the root is `#`.
         """
         return f"{keyword[:_MAX_QUOTED_CHARS]} ({_end(self.path) or '#'})"
 
@@ -75,7 +75,7 @@ class Node:
 class Document:
     """A parsed JSON schema with an index of its subschemas.
 
-    It follows no reference to other files.
+    References to other files are not followed.
     """
 
     def __init__(self, text: str) -> None:
@@ -243,7 +243,7 @@ def _subschemas(schema: dict[str, Any], outer_path: str) -> Iterator[tuple[Any, 
 
 
 def _joined(path: str, step: str) -> str:
-    """Return a JSON pointer with one more step, for errors, or only the end of a long pointer."""
+    """Return a JSON pointer with one more step; of a long pointer, only the end."""
     return f"{path}/{step}"[-_MAX_QUOTED_CHARS - 1 :]
 
 
@@ -274,7 +274,7 @@ def _no_number(text: str) -> None:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value of a parsed document is a number; a boolean is not."""
+    """Whether a value of a parsed document is a number; booleans do not count."""
     return isinstance(value, int | Decimal) and not isinstance(value, bool)
 
 

@@ -32,17 +32,17 @@ _ESCAPE: Final = re.compile(r"\\u\{[0-9a-f]+\}")  # the spelling of control char
 def needs_escapes(schema: Schema) -> bool:
     """Whether answers for a rewritten JSON schema may need escaped control characters in strings.
 
-    True if an `enum` or pattern names such characters. The grammar then allows escapes in strings.
+    They do if an `enum` or a pattern contains such characters. The grammar then allows escapes in
+    strings.
     """
     return any(map(_names_control, _schemas(schema)))
 
 
 def with_plain_strings(schema: Schema) -> bool:
-    """Forbid control characters in the strings and names of a schema that do not mention them.
+    """Forbid control characters in all strings and names whose schema does not mention them.
 
-    Changes the schema, and returns whether this also forbids some members that the original schema
-    allows without listing them. Used if other strings of the schema need escaped control
-    characters.
+    The schema is changed in place. Returns whether this also forbids some unnamed members that the
+    original schema allows. Used if some strings of the schema need escaped control characters.
     """
     has_excluded_members = False
     for part in _schemas(schema):
@@ -71,7 +71,7 @@ def _other_names(names: Iterable[str]) -> str | None:
 
 
 def _names_control(schema: Schema) -> bool:
-    """Whether a JSON schema's `enum` or patterns, without subschemas, name a control character."""
+    """Whether a schema's `enum` or patterns (not its subschemas) contain control characters."""
     texts = [value for value in schema.get("enum", ()) if isinstance(value, str)]
     if any(not _CONTROLS.isdisjoint(text) for text in texts):
         return True

@@ -73,8 +73,8 @@ class Expander:
     def state(self, states: Iterable[State | None]) -> State | None:
         """Combine states (sets of schemas) into the state of the values that fit all of them.
 
-        References and `allOf` are replaced by the schemas that they name, so that equal states are
-        found equal. None if no value fits.
+        References and `allOf` are replaced by the schemas that they refer to, so that states with
+        the same meaning are more often equal. None if no value fits.
         """
         items: dict[SchemaItem, None] = {}
         seen: set[SchemaItem] = set()
@@ -99,8 +99,8 @@ class Expander:
     def _simplified(self, item: SchemaItem) -> list[SchemaItem | None] | None:
         """Return the schemas that replace a schema with a single keyword such as `$ref` or `allOf`.
 
-        An empty list means that the schema allows every value, and None in the list that no value
-        fits. None if the schema must stay as it is.
+        Returns None if the schema must stay as it is. An empty list means that every value fits the
+        schema; an element None means that no value fits.
         """
         node, holds = item
         schema = node.schema
@@ -151,10 +151,10 @@ class Expander:
         return None if item is None else (item,)
 
     def branches(self, state: State) -> list[SchemaBranch]:
-        """Return the branches of a state (a set of schemas): a value fits the state if it fits one.
+        """Return the branches of a state (a set of schemas); each value of the state fits a branch.
 
         Raises:
-            ValueError: the alternatives combine to too many cases.
+            ValueError: there are too many combinations of alternatives.
             TimeoutError: the deadline is over.
         """
         if state not in self._branches:
@@ -165,10 +165,10 @@ class Expander:
         return self._branches[state]
 
     def alternatives(self, state: State) -> Alternatives | None:
-        """Return the alternatives of a state (a set of schemas) with a single keyword like `anyOf`.
+        """Return the alternatives of a state whose only keyword is `anyOf` or a similar keyword.
 
-        The caller then writes a simple union instead of combining them. None if there are other
-        keywords.
+        The caller then writes them as a union, without combining them with other keywords. A state
+        is a set of schemas. None if the state has other keywords.
         """
         branch = self._unexpanded(state)
         if (
@@ -181,7 +181,7 @@ class Expander:
         return branch.choices[0]
 
     def _unexpanded(self, state: State) -> SchemaBranch:
-        """Return a state's limits as one branch, in which `anyOf` and the like are unresolved."""
+        """Return a state's limits as one branch, in which `anyOf` and similar are not resolved."""
         if state not in self._started:
             self._started[state] = SchemaBranch()
             self._add_schemas(self._started[state], [(item, ()) for item in state])
@@ -243,8 +243,8 @@ class Expander:
     def _add_schemas(self, branch: SchemaBranch, items: Sequence[tuple[SchemaItem, Scope]]) -> None:
         """Add the limits of schemas, and of the schemas that they refer to, to a branch.
 
-        Each item comes with its scope: the outer `unevaluated*` keywords that its keywords count
-        for.
+        Each item comes with its scope: the numbers of the outer `unevaluated*` keywords for which
+        its members and items count as evaluated.
         """
         tasks: list[tuple[Node, str | None, Scope, bool]] = [
             (item.node, None, scope, item.holds) for item, scope in reversed(items)
@@ -429,7 +429,7 @@ class Expander:
         return Alternatives(alternatives, node.location(keyword))
 
     def _condition(self, node: Node, scope: Scope) -> Iterator[Alternatives]:
-        """Yield two alternatives of `if`: it holds, with `then`, or its opposite, with `else`."""
+        """Yield the two cases of `if`: values that fit `if` and `then`, or `else` and not `if`."""
         schema = node.schema
         if "then" not in schema and "else" not in schema:
             return

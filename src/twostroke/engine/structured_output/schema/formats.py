@@ -41,7 +41,7 @@ _WORD: Final = "[0-9a-fA-F]{1,4}"
 
 
 def _ipv6() -> str:
-    """Return a regular expression of IPv6 addresses: eight words, one run of zeros may be `::`."""
+    """Return a regular expression of IPv6 addresses; `::` may replace one run of zeros."""
     last = f"(?:{_WORD}:{_WORD}|{_IPV4})"
     forms = [f"(?:{_WORD}:){{6}}{last}"]
     for before in range(8):  # at most this many words before the `::`

@@ -22,7 +22,7 @@ NOT_PATTERN: Final = "not pattern"
 class Negation(NamedTuple):
     """A schema for the values that break one keyword of a negated JSON schema.
 
-    If it is not exact, it also allows some values that do not break the keyword.
+    If `is_exact` is false, the schema also allows some values that do not break the keyword.
     """
 
     item: SchemaItem

@@ -124,7 +124,7 @@ def _with_counts(
 def _selections(
     required: Sequence[str], optional: Sequence[str], num_members: Range, *, has_others: bool
 ) -> Iterator[tuple[Sequence[str], Sequence[str]]]:
-    """Yield choices of optional members that together keep an object's number of members in range.
+    """Yield choices of optional members; they cover all objects whose number of members is allowed.
 
     Each choice is a pair: optional members that the object must have, and optional members that it
     may have. With `has_others`, objects may also have unnamed members, which count as well.
@@ -154,14 +154,14 @@ def _counts(low: int, high: int | None) -> Schema:
 def _mentions_others(branch: SchemaBranch, parts: Sequence[ObjectPart]) -> bool:
     """Whether a JSON schema says anything about members that it does not name.
 
-    By default JSON Schema allows such members, but an answer to a schema that does not mention them
-    needs none.
+    By default JSON Schema allows such members. But if the schema does not mention them, no answer
+    needs them.
     """
     return bool(branch.name_items) or any(not part.is_open for part in parts)
 
 
 def _without_unmentioned(others: Schema, *, has_names: bool) -> Schema:
-    """Return keywords that forbid members which a JSON schema does not mention.
+    """Return keywords that forbid the members that a JSON schema does not mention.
 
     `others` are llguidance's keywords for members whose names are not in the schema's `properties`.
     Members that match a pattern of `patternProperties` stay allowed. All members stay allowed if
@@ -180,7 +180,7 @@ def _patterns(parts: Sequence[ObjectPart]) -> dict[RegexPattern, None]:
 def _other_members(
     parts: Sequence[ObjectPart], allowed: _Names, named: Sequence[str], child: Child
 ) -> Schema:
-    """Return llguidance's keywords about an object's members that the JSON schema does not name.
+    """Return llguidance's keywords for the members of an object that are not in `properties`.
 
     Empty if an object cannot have such members.
     """
@@ -239,8 +239,8 @@ class _Names:
     Attributes:
         listed: names that the schema lists.
         is_closed: whether no other names are allowed.
-        pattern: a pattern of the other names, if they have one.
-        is_weak: whether the pattern also matches names that are not allowed.
+        pattern: a pattern that the other names must match; None without one.
+        is_weak: whether the pattern also matches some names that are not allowed.
     """
 
     def __init__(self, branch: SchemaBranch, expander: Expander) -> None:

@@ -44,9 +44,10 @@ class SchemaStates(Protocol):
 def make_exclusive(items: Sequence[SchemaItem], space: SchemaStates) -> tuple[list[State], bool]:
     """Rewrite the alternatives of `oneOf` so that no value fits two of them.
 
-    The grammar is only their union. An alternative that overlaps with others gets schemas that
-    exclude their values. If this is not possible, the alternatives are returned unchanged. The
-    second value says whether the alternatives certainly exclude each other.
+    A grammar can only express a union (`anyOf`). So an alternative that overlaps with others gets
+    further schemas, which exclude the values of the others. If this is not possible, the
+    alternatives are returned unchanged. The second value says whether the returned alternatives
+    certainly exclude each other.
     """
     unchanged: list[State] = [(item,) for item in items]
     if _are_tagged(items, space):
@@ -74,7 +75,7 @@ def make_exclusive(items: Sequence[SchemaItem], space: SchemaStates) -> tuple[li
 
 
 def _are_tagged(items: Sequence[SchemaItem], space: SchemaStates) -> bool:
-    """Whether schemas are told apart by a tag: a required member with different values in each."""
+    """Whether a tag distinguishes schemas: a required member with different values in each."""
     branches: list[SchemaBranch] = []
     for item in items:
         item_branches = space.branches(space.state([(item,)]) or ())
@@ -87,7 +88,7 @@ def _are_tagged(items: Sequence[SchemaItem], space: SchemaStates) -> bool:
 
 
 def _is_tag(name: str, branches: Sequence[SchemaBranch], space: SchemaStates) -> bool:
-    """Whether a required member lists different allowed values in each branch, so that it is a tag.
+    """Whether a member is a tag: required, and with different listed values in each branch.
 
     Objects with different values of this member cannot fit two branches.
     """
@@ -105,8 +106,8 @@ def _is_tag(name: str, branches: Sequence[SchemaBranch], space: SchemaStates) ->
 def _excluding(other: SchemaItem, item: SchemaItem, space: SchemaStates) -> SchemaItem | None:
     """Return a schema that excludes the values of `other` from the values of `item`.
 
-    The schema is the opposite of `other`, or demands that a member is missing that only `other`
-    requires. None if neither is possible.
+    The returned schema is either the negation of `other`, or demands that at least one member that
+    `other` requires is missing. None if neither is possible.
     """
     if other.holds and _SIMPLE.issuperset(other.node.schema):
         return other.flipped
@@ -132,7 +133,7 @@ def _excluding(other: SchemaItem, item: SchemaItem, space: SchemaStates) -> Sche
 def are_disjoint(x: State, y: State, space: SchemaStates, depth: int = 0) -> bool:
     """Return whether no JSON value fits both of two states (sets of schemas).
 
-    False if that is not easy to prove.
+    The result is False if this is not easy to prove.
     """
     states = [space.state([x]), space.state([y])]
     if None in states:
@@ -150,7 +151,7 @@ def _are_branches_disjoint(
 ) -> bool:
     """Return whether no JSON value fits both of two branches (sets of limits on a value).
 
-    False if that is not easy to prove.
+    The result is False if this is not easy to prove.
     """
     kinds = x.kinds & y.kinds
     for listing, other in ((x, y), (y, x)):

@@ -180,7 +180,8 @@ def _literal(character: str) -> str:
 def _translate_escape(match: re.Match[str], *, inside: bool) -> str:
     """Translate an escape sequence of a pattern, such as the class of digits, for llguidance.
 
-    With `inside`, it stands in brackets, so a set of characters is returned without brackets.
+    With `inside`, the escape is inside `[...]`, so a set of characters is returned without
+    brackets.
     """
     name = match.lastgroup
     value = match[match.lastgroup or 0]
@@ -200,7 +201,7 @@ def _translate_escape(match: re.Match[str], *, inside: bool) -> str:
 
 
 def _pair(value: str) -> str:
-    """Return the regular expression of the character of an escaped UTF-16 surrogate pair."""
+    """Return the regular expression for the character that a UTF-16 surrogate pair stands for."""
     high, low = int(value[:4], 16), int(value[-4:], 16)
     return f"\\x{{{0x10000 + ((high - 0xD800) << 10) + low - 0xDC00:x}}}"
 
@@ -277,7 +278,8 @@ def _is_range(members: list[tuple[str, bool]], index: int) -> bool:
 def _has_outer_anchors(parts: list[str]) -> bool:
     """Whether a pattern's anchors stand only at the ends of its alternatives.
 
-    Each `^` must begin an alternative, and each `$` must end one. llguidance supports no others.
+    Each `^` must begin an alternative, and each `$` must end one. llguidance supports no other
+    anchors.
     """
     for index, part in enumerate(parts):
         before = parts[index - 1] if index else "|"
@@ -292,7 +294,8 @@ def _has_outer_anchors(parts: list[str]) -> bool:
 def whole_text_pattern(pattern: str) -> str | None:
     """Return a translated pattern in a form that matches a text as a whole.
 
-    A translated pattern may match anywhere in a text. None if it has anchors inside groups.
+    Without this, a translated pattern may match anywhere in a text. None if the pattern has anchors
+    inside groups.
     """
     alternatives = [""]
     depth = 0  # of groups
@@ -343,9 +346,9 @@ def matches(pattern: RegexPattern, text: str) -> bool:
 
 
 def listed_texts(pattern: RegexPattern) -> list[str]:
-    """Return the texts of a pattern that only lists texts, such as `^(a|b)$`.
+    """Return the texts that a pattern lists, such as "a" and "b" for `^(a|b)$`.
 
-    An empty list for all other patterns.
+    The result is empty for patterns that do more than list texts.
     """
     match = _LIST.fullmatch(pattern.source)
     return (match[1] or match[2]).split("|") if match else []
@@ -378,9 +381,10 @@ def pattern_without(words: list[str]) -> str | None:
 
 
 def _other_texts(words: list[str], depth: int) -> str:
-    """Return a regular expression for texts that are none of some words, after a common beginning.
+    """Return a regular expression for the rest of texts that are not equal to any of `words`.
 
-    All words share their first `depth` characters, which the text has already.
+    All words share their first `depth` characters, and the expression matches the text after these
+    characters.
     """
     rest = [word for word in words if len(word) > depth]
     heads = sorted({word[depth] for word in rest})

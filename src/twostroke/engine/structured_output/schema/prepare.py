@@ -71,7 +71,7 @@ class Prepared(Frozen):
 
     @property
     def json_form(self) -> Mapping[str, Any]:
-        """Options of llguidance for how answers write JSON, such as white space and escapes."""
+        """llguidance's options for how answers write JSON, such as white space and escapes."""
         return with_escapes(JSON_FORM) if self.escapes else JSON_FORM
 
 
@@ -185,7 +185,8 @@ class _Rewriter:
     def _child(self, states: Sequence[State | None]) -> Schema | bool:
         """Return the schema of a member or item that must fit all of some states (sets of schemas).
 
-        Mostly the schema is a reference to a state by its number; False if no value fits.
+        Usually the result is a reference to the state's schema by its number; False if no value
+        fits.
         """
         state = self._expander.state(states)
         if state is None:
@@ -250,9 +251,9 @@ class _Rewriter:
     def _drop_empty(self) -> None:
         """Replace rewritten schemas that no finite value fits by False.
 
-        Begins by taking all schemas as empty, because a schema that requires itself has no finite
-        value. A schema that needs only schemas that are not empty is not empty; this is repeated
-        until nothing changes.
+        At first all schemas count as empty (without values), because a schema that requires itself
+        has no finite value. Then each schema that requires only schemas that are not empty is
+        marked as not empty; this is repeated until nothing changes.
         """
         empty = set(range(len(self._schemas)))
         num_before = len(empty) + 1
@@ -289,7 +290,8 @@ def _is_empty(schema: AnySchema, empty: set[int]) -> bool:
 class _Layout:
     """Nests rewritten schemas into one schema for llguidance.
 
-    Before, schemas refer to each other by number. Schemas that are used several times get names.
+    The rewritten schemas refer to each other by number. Schemas that are used several times get
+    names in `$defs`; the others replace their reference.
     """
 
     def __init__(self, schemas: list[Schema | bool]) -> None:
@@ -358,7 +360,7 @@ class _Layout:
 
 
 def _has_free_names(schema: Schema) -> bool:
-    """Whether a rewritten schema allows at least two members that it does not name.
+    """Whether a rewritten schema allows two or more members that it does not name.
 
     The grammar cannot keep such members from having the same name.
     """

@@ -102,7 +102,7 @@ def _is_easy(multiple: Decimal) -> bool:
 
 
 def _digits_read(number: float) -> float:
-    """Return the digits of a fractional `multipleOf` as llguidance reads them, to find misreadings.
+    """Return the digits of a fractional `multipleOf` as llguidance reads them, to find errors.
 
     llguidance multiplies by 10 in float64 until the number is whole, which may round.
     """
@@ -138,8 +138,8 @@ def _bounds(
 def _separate_bounds(low: tuple[Any, bool] | None, high: tuple[Any, bool] | None) -> Iterator[Any]:
     """Yield the lower and the upper bound of numbers, in a form that llguidance treats exactly.
 
-    In a range narrower than 1, an excluded integer is moved inwards: llguidance would allow it
-    there.
+    In a range narrower than 1, llguidance would allow a bound that is an integer and excluded. Such
+    a bound is moved inwards by a small step.
     """
     if low is None or high is None or high[0] - low[0] >= 1:
         yield from (low, high)

@@ -17,8 +17,9 @@ def forces_little(schema: object) -> bool:
     """Return whether a rewritten JSON schema forces at most about `MAX_FORCED_BYTES` bytes of text.
 
     Forced text is text without a choice. llguidance follows it to its end within one step, so the
-    caller disables this for schemas that force more. Each subschema counts as often as references
-    and minimum counts repeat it. Counting stops at the limit, so that cycles end, too.
+    caller disables this for schemas that force more. The size of a subschema is counted once for
+    each time that references or minimum counts repeat it. Counting stops at the limit, so cycles of
+    references are no problem.
     """
     defs = schema.get("$defs", {}) if isinstance(schema, dict) else {}
     definitions = {f"#/$defs/{name}": inner for name, inner in defs.items()}
@@ -52,7 +53,7 @@ def forces_little(schema: object) -> bool:
 
 
 def pattern_size(pattern: str) -> float:
-    """Return the most bytes of text that a regular expression can force, by its size and counts."""
+    """Return an upper limit of the text, in bytes, that a regular expression can force."""
     sizes = [0.0]  # of the open groups
     last = 0.0  # size of the part that a count would repeat
     for part in _PART.findall(pattern):

@@ -23,11 +23,11 @@ _IN_PLACE: Final = frozenset(("allOf", "anyOf", "oneOf"))  # followed by an inde
 
 
 def wrong_span(text: str, fault: SchemaViolation) -> tuple[int, int]:
-    """Return the start and end offsets, in an answer's text, of a value that breaks its schema.
+    """Return the start and end offsets, in an answer's text, of the value that breaks the schema.
 
-    The answer is generated again from there. For a name that occurs twice in an object, these are
-    the offsets of its second occurrence. If the violation's path leads to no value, they are the
-    offsets of the last value on the path.
+    The answer is generated again from the start offset. For a name that occurs twice in an object,
+    these are the offsets of its second occurrence. If the violation's path leads to no value, they
+    are the offsets of the last value on the path.
     """
     if fault.name:
         return _repeated_span(text, fault.name)
@@ -75,9 +75,9 @@ def _members(text: str, start: int) -> list[tuple[str | int, int, int]]:
 
 
 def _repeated_span(text: str, name: str) -> tuple[int, int]:
-    """Return the start and end offsets of a name that its object in a JSON text has twice.
+    """Return the offsets of the second occurrence of a name that an object contains twice.
 
-    The offsets belong to the second occurrence.
+    These are the start and the end of the name in the JSON text.
     """
     waiting = [_skip(text, 0)]
     while waiting:
@@ -101,9 +101,9 @@ def _skip(text: str, offset: int) -> int:
 def checked_paths(unenforced_keywords: Sequence[str], schema: str) -> tuple[PathPattern, ...]:
     """Return the paths of values in an answer that only the check of the finished answer covers.
 
-    The grammar does not enforce all keywords there (`unenforced_keywords`), so a streamed answer is
-    held back from the first such value on. An empty path stands for the whole answer. Repeated
-    names have no path here, because `HoldBackDetector` finds them.
+    The grammar does not enforce the `unenforced_keywords` of these values, so a streamed answer is
+    held back from the first of these values on. An empty path stands for the whole answer. Names
+    that occur twice in an object have no path here, because `HoldBackDetector` finds them.
     """
     patterns: dict[PathPattern, None] = {}
     for keyword in unenforced_keywords:
@@ -142,7 +142,7 @@ def _instance_path(pointer: str) -> PathPattern | None:
 
 
 class HoldBackDetector:
-    """Decides from where on a streamed JSON answer must be held back.
+    """Finds the value from which a streamed JSON answer must be held back.
 
     `is_held` is true from the first value or name that the check of the finished answer may reject.
     The text before it can be sent to the client at once.
@@ -160,7 +160,7 @@ class HoldBackDetector:
 
     @property
     def is_in_name(self) -> bool:
-        """Whether the streamed text ends inside a member's name, which may yet repeat another."""
+        """Whether the streamed text ends inside a member's name, which may repeat another name."""
         return self._string is not None and self._expects_name and bool(self._names[-1])
 
     def feed(self, text: str) -> None:

@@ -1,9 +1,9 @@
 """The program of the process that checks finished answers; `verify` starts it.
 
 Each line of input is a JSON list: a schema and an answer, both as text. The first line of output
-says whether the answer is valid. For an invalid answer, a second line has the reason. It is written
-later, because every alternative is tried to find it. A check that takes too much time or memory
-ends the process.
+says whether the answer is valid. For an invalid answer, a second line has the reason. The second
+line comes later, because finding the reason takes longer: every alternative is tried. A check that
+takes too much time or memory ends the process.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _repeated_item(value: Any, path: list[str | int]) -> list[int]:
 
 
 def _validator(text: str) -> Any:
-    """Return the validator of a JSON schema. It fetches no schemas from elsewhere.
+    """Return the validator of a JSON schema, which fetches no schemas from other places.
 
     Raises:
         ValueError: the text is not a schema, or a pattern or a reference in it cannot be used.
@@ -156,7 +156,7 @@ def _read(text: str, make_object: Any) -> Any:
 def _number(text: str) -> Decimal:
     """Return a JSON number exactly.
 
-    Huge exponents are reduced, because no schema has such limits.
+    Huge exponents are reduced, because no schema has limits of this size.
     """
     digits, _, exponent = text.lower().partition("e")
     return Decimal(f"{digits}e{max(-_MAX_EXPONENT, min(_MAX_EXPONENT, int(exponent or 0)))}")
