@@ -1,8 +1,9 @@
 """Finds the lines of coding agents' prompts that change with each request or each day.
 
-A prefix cache finds a prompt only up to its first token that differs. Some agents write a line
-that always differs before instructions that never do: Claude Code a billing header, others the date
-and the time, or the id of a session. With `--stable-prefix` these lines are removed.
+A prefix cache can reuse a prompt only up to the first token that differs. Some agents begin their
+instructions, which never change, with a line that always changes: Claude Code with a billing
+header, other agents with the date and the time, or the id of a session. With `--stable-prefix`
+these lines are removed.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _BLOCK_BEGIN: Final = re.compile(
 
 
 def _line_pattern(character: str, line_end: str) -> str:
-    """Return the regular expression of a changing line, with a group for each kind.
+    """Return the regular expression of a changing line, with a named group for each of `KINDS`.
 
     Args:
         character: matches a character of a line.
@@ -76,12 +77,12 @@ def _line_pattern(character: str, line_end: str) -> str:
 
 
 class _Lines(Frozen):
-    """How lines are told apart in a text, or in the JSON of a text.
+    """Finds and removes changing lines in a plain text, or in a text encoded as JSON.
 
     Attributes:
         encoding: the encoding of the text; empty for `str`.
-        breaks: the texts after which a line begins.
-        pattern: returns the expression that matches a changing line from its start.
+        breaks: the texts after which a line begins, such as a line break.
+        pattern: returns the regular expression that matches a changing line from its start.
     """
 
     encoding: str
@@ -104,7 +105,7 @@ class _Lines(Frozen):
                 offset = text.find(keyword, end)
 
     def _starts(self, text: Any, offset: int) -> Iterator[int]:
-        """Yield where a changing line with a keyword at `offset` may begin."""
+        """Yield the offsets where a changing line may begin that has a keyword at `offset`."""
         first = max(0, offset - _MAX_START_CHARS)
         start = max(text.rfind(mark, first, offset) + len(mark) for mark in self.breaks)
         if start >= first + len(self.breaks[0]) or not first:
@@ -131,7 +132,7 @@ def _text_pattern() -> re.Pattern[str]:
 
 @cache
 def _json_pattern() -> re.Pattern[bytes]:
-    """Return the expression for JSON: line breaks are escapes, a quotation mark ends a text."""
+    """Return the changing lines' expression for JSON, in which line breaks are escaped."""
     return re.compile(_line_pattern(r'[^"\\]', r'(?:\\n|(?="))').encode(), re.IGNORECASE)
 
 
@@ -140,11 +141,11 @@ _JSON: Final = _Lines("ascii", (b"\\n", b'"'), _json_pattern)
 
 
 def without_changing_lines(messages: Sequence[Message]) -> tuple[list[Message], tuple[str, ...]]:
-    """Return a conversation without the lines that change, and the kinds of the removed lines.
+    """Return a conversation without its changing lines, and the kinds of the removed lines.
 
     Lines are removed from system and developer messages. In the user's messages before the first
     answer they are removed from blocks such as `<env>` in which agents describe their surroundings.
-    `KINDS` has the kinds. Messages without such lines are not copied.
+    The kinds are listed in `KINDS`. Messages without changing lines are not copied.
     """
     kinds: dict[str, None] = {}
     stable = list(messages)
@@ -164,13 +165,13 @@ def without_changing_lines(messages: Sequence[Message]) -> tuple[list[Message], 
 
 
 def without_changing_json_lines(body: bytes) -> bytes:
-    """Return the JSON of a prompt without the lines that change, for a hash of the prompt."""
+    """Return the JSON of a prompt without its changing lines, for a hash of the prompt."""
     result: bytes = _JSON.remove(body, {})
     return result
 
 
 def _map_texts(content: Any, remove: RemoveLines, kinds: dict[str, None]) -> Any:
-    """Return a message's content, a text or a list of parts, without the lines that change."""
+    """Return a message's content, a text or a list of parts, without its changing lines."""
     if isinstance(content, str):
         return remove(content, kinds)
     if not isinstance(content, (list, tuple)):
@@ -184,7 +185,7 @@ def _map_texts(content: Any, remove: RemoveLines, kinds: dict[str, None]) -> Any
 
 
 def _remove_in_blocks(text: str, kinds: dict[str, None]) -> str:
-    """Return a text without the lines that change in its blocks."""
+    """Return a text without the changing lines in blocks such as `<env>`."""
     parts: list[str] = []
     done = 0
     unclosed_tags = set[str]()

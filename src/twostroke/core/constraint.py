@@ -1,4 +1,4 @@
-"""Constraints on the text of an answer; a `Matcher` tells which tokens follow a constraint.
+"""Constraints on the text of an answer; a `Matcher` tells which tokens a constraint allows.
 
 A `ReasoningSection` may precede the constrained text.
 """
@@ -29,12 +29,13 @@ class ReasoningSection(Frozen):
     The reasoning comes before the answer. Constraints and stop strings do not apply to it.
 
     Attributes:
-        begin: the text that opens the reasoning, at the start of the output. An output that
-            does not begin with this text has no reasoning. Empty if the prompt already ends
-            with the opening text.
+        begin: the text that opens the reasoning, at the start of the output. An output that does
+            not begin with this text has no reasoning. Empty if the prompt already ends with the
+            opening text.
         end: the text that closes the reasoning.
         closing: the text that the engine writes when the budget of the reasoning is used up: `end`
-            with the blanks that the model's chat template has around it. Empty for `end` alone.
+            with the white space that the model's chat template writes around it. If empty, this
+            text is `end`.
         has_channels: whether the model's answers are messages in channels (harmony).
     """
 
@@ -174,15 +175,16 @@ class Matcher(Protocol):
         parents: Sequence[int],
         out: NDArray[np.uint32],
     ) -> None:
-        """Write masks of the tokens that may follow a request's output, and each draft, into `out`.
+        """Write masks of the tokens that may follow a request's output and each of its drafts.
 
         Args:
             output: all output tokens so far.
             drafts: draft tokens in depth-first order: the parent of each draft is the previous
                 draft or one of its ancestors.
             parents: the index of the draft that each draft follows, or `ROOT`.
-            out: (1 + drafts, num_words) masks: `out[0]` after `output`, `out[1 + i]` after
-                draft i; empty after a draft that the constraint does not allow.
+            out: (1 + drafts, num_words) the masks: `out[0]` for the token after `output`, `out[1 +
+                i]` for the token after draft i. A mask is empty after a draft that the constraint
+                does not allow.
 
         Raises:
             RequestError: the constraint cannot be followed after `output`.

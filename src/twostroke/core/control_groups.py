@@ -50,8 +50,9 @@ class CoreLimit(Frozen):
 class _Mount(Frozen):
     """A place where control groups are mounted: one line of /proc/self/mountinfo.
 
-    The control group with the path `root` is the folder `folder` of the file system. `controllers`
-    is only used for version 1 of control groups, whose controllers have a hierarchy each.
+    The folder `folder` of the file system shows the control group with the path `root`, and the
+    groups below it. `controllers` is only used for version 1 of control groups, in which each
+    controller has a separate hierarchy.
     """
 
     version: int
@@ -182,7 +183,7 @@ def _usual_mounts(controller: str) -> list[_Mount]:
 
 
 def _is_visible(mount: _Mount, path: str) -> bool:
-    """Return whether the control group with this path lies below a mount's root."""
+    """Return whether a mount shows the control group with this path."""
     return not _relative_path(mount, path).startswith("..")
 
 
@@ -195,8 +196,9 @@ def _relative_path(mount: _Mount, path: str) -> str:
 def _group_folders(root: Path, mount: _Mount, path: str) -> list[str]:
     """Return the folders of a control group and of its parents, from the group up to the mount.
 
-    A container may see only its own subtree, with or without a namespace. If the path of the group
-    then does not lie below the root of the mount, the root itself is taken as the group.
+    A container may see only its own subtree, with or without a namespace. If the path does not lie
+    below the root of the mount, it is taken relative to the mount's folder; if that folder does not
+    exist, the mount's folder counts as the group.
     """
     top = PurePosixPath(mount.folder)
     relative = _relative_path(mount, path)

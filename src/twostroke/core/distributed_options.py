@@ -31,27 +31,26 @@ class ParallelOptions(OptionStruct):
     four degrees (`tensor`, `pipeline`, `expert`, `context`); a degree of 1 divides nothing.
 
     Attributes:
-        tensor: how many parts every layer's weights and heads are divided into.
-        pipeline: how many groups the layers are divided into, one after another.
-        expert: how many parts the experts of a mixture-of-experts model are divided into; other
-            weights are divided as by `tensor`.
-        context: how many parts the rows (tokens) of a step are divided into, for long prompts;
-            each rank has all weights.
-        shares: unequal parts, such as (3, 2): one number for each part of the weights, or for
-            each group of layers if only the layers are divided.
-        reduce: "gather" gives the tokens of one process, bit for bit; "sum" moves less data and
-            rounds otherwise (backend torch only); "auto" is "sum" on GPUs and "gather"
-            elsewhere.
-        kv_shares: "heads" divides keys and values by their heads, and with `context` not at
-            all; "places" divides them evenly by the positions of tokens; "auto" is "places" on
-            the backend cpu of one machine if "heads" would store some of them twice, else
-            "heads".
-        launcher: "auto" takes the ranks of the launcher that started this process (torchrun, or
-            any that sets RANK and WORLD_SIZE), else starts them on this machine; "ray" asks
-            Ray.
-        attention_shares: the shares of attention with its keys and values, if they differ from
-            `shares`: with shares (0, 1) and attention_shares (1, 0), attention and the rest of
-            the model are on different ranks.
+        tensor: the number of parts into which every layer's weights and heads are divided.
+        pipeline: the number of groups of consecutive layers into which the model is divided.
+        expert: the number of parts into which the experts of a mixture-of-experts model are
+            divided; other weights are divided as by `tensor`.
+        context: the number of parts into which the rows (tokens) of a step are divided, for long
+            prompts; each rank has all weights.
+        shares: unequal parts, such as (3, 2): one number for each part of the weights, or for each
+            group of layers if only the layers are divided.
+        reduce: with "gather", ranks compute exactly the tokens that one process computes; "sum"
+            moves less data and rounds differently (backend torch only); "auto" is "sum" on GPUs and
+            "gather" elsewhere.
+        kv_shares: "heads" divides keys and values by their heads, and with `context` not at all;
+            "places" divides them evenly by the positions of tokens; "auto" is "places" on the
+            backend cpu of one machine if "heads" would store some of them twice, else "heads".
+        launcher: "auto" uses the ranks of the launcher that started this process (torchrun, or
+            another launcher that sets RANK and WORLD_SIZE); without a launcher it starts the ranks
+            on this machine. "ray" starts them by Ray.
+        attention_shares: `shares` for attention with its keys and values, if they differ: with
+            shares (0, 1) and attention_shares (1, 0), attention and the rest of the model are on
+            different ranks.
     """
 
     SECTION: ClassVar[str] = "Several processes, GPUs or machines"
@@ -366,7 +365,7 @@ class OffloadOptions(OptionStruct):
 
     @property
     def max_page_cache_bytes(self) -> int:
-        """The most bytes that KV pages may take in the folder of the page cache."""
+        """The maximum number of bytes that KV pages may take in the folder of the page cache."""
         return self.page_cache_bytes or DEFAULT_PAGE_CACHE_BYTES
 
     @property

@@ -16,24 +16,25 @@ class DraftBranch(Frozen):
     """One branch of a draft tree: a chain of draft tokens that leaves an earlier chain.
 
     Drafts are the proposed tokens of speculative decoding. The first chain of a tree uses the
-    request's own KV pages. Each branch proposes other tokens for the same positions, so it needs KV
-    pages of its own. Its first own page starts with tokens that the branch has in common with the
+    request's own KV pages. Each branch proposes other tokens for the same positions, so it needs
+    separate KV pages. The first of these starts with tokens that the branch has in common with the
     chain that it leaves.
 
     Attributes:
-        first: the index of the branch's first draft. The branch ends before the next branch's
-            first draft, and each of its drafts follows the previous one.
+        first: the index of the branch's first draft. The branch ends before the next branch's first
+            draft, and each of its drafts follows the previous one.
         parent: the draft that the first draft follows, or `ROOT`.
         position: the token position of the first draft.
-        page_index: where `pages` begins in the request's page lists; before this index, the
-            branch uses the request's pages.
+        page_index: the index in the request's page lists from which `pages` replaces the request's
+            pages for this branch.
         pages: for each cache group, the ids of the branch's pages from `page_index` on.
         num_own: how many pages at the end of each list belong to this branch alone; the pages
             before belong to the chain that the branch leaves.
-        above: rows of this step, counted from the slice's first row, whose keys and values are
-            also stored in the branch's first own page; they end at `position` - 1.
-        is_copied: whether the first own page begins as a copy of the request's page, because
-            tokens of earlier steps are in it.
+        above: indices, counted from the slice's first row, of the rows of this step whose keys and
+            values are also stored in the branch's first own page, up to the token at `position` -
+            1.
+        is_copied: whether the first own page begins as a copy of the request's page, because tokens
+            of earlier steps are in it.
     """
 
     first: int
@@ -108,9 +109,10 @@ def num_accepted(drafts: Sequence[int], sampled: Sequence[int]) -> int:
     """Return how many drafts of a chain are accepted: all drafts before the first wrong draft.
 
     A draft is right if it equals the token that was sampled at its position: `sampled[i]` was
-    sampled after the first i drafts. If these are right, `sampled[i]` equals the token of a run
-    without drafts, at any temperature, because sampling depends only on the logits, the seed and
-    the token's index. So the first `num_accepted + 1` sampled tokens are the request's next tokens.
+    sampled after the first i drafts. If these drafts are right, `sampled[i]` is the token that
+    would be sampled without drafts, at any temperature, because sampling depends only on the
+    logits, the seed and the token's index. So the first `num_accepted + 1` sampled tokens are the
+    request's next tokens.
     """
     accepted = 0
     for draft, token in zip(drafts, sampled, strict=False):

@@ -97,7 +97,7 @@ def _secret(name: str, kind: str = "secret") -> str | None:
     """Return the secret in the environment variable `name`; None if the variable is not set.
 
     `kind` names the secret in the error: "key" or "secret". Raises UsageError if the variable is
-    set and empty, since that is a mistake of a script rather than a wish for no secret.
+    set and empty, since this is probably a mistake of a script.
     """
     secret = os.environ.get(name)
     if secret is not None and not secret.strip():
@@ -124,7 +124,7 @@ def rank_secret() -> bytes:
     """Return the secret that all ranks of a model share, from `TWOSTROKE_RANK_SECRET`.
 
     Raises:
-        UsageError: the variable is set and empty, as by a script that found no file of secrets.
+        UsageError: the variable is set and empty, for example by a script that found no secret.
     """
     return (_secret("TWOSTROKE_RANK_SECRET") or "").encode()
 
@@ -194,7 +194,7 @@ def ray_address() -> str | None:
 def use_ray_token(token: str) -> None:
     """Set Ray's environment variables so that a Ray cluster requires and sends a secret token.
 
-    They apply to this process and its child processes.
+    The variables apply to this process and its child processes.
     """
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token)
 
@@ -208,9 +208,9 @@ def notify_socket() -> str | None:
 
 
 def watchdog_s() -> float | None:
-    """Return the most seconds between two signs of life that systemd demands of the server.
+    """Return the watchdog interval of systemd: the server must report within this time.
 
-    It is None if systemd watches no process, or another one.
+    Returns None if systemd does not watch this process.
     """
     period_us, pid = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID", "")
     if not period_us.isdigit() or (pid and pid != str(os.getpid())):

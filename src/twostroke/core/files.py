@@ -198,7 +198,7 @@ def _is_stream(path: Path) -> bool:
 
 @contextmanager
 def _stream_output(out: Path) -> Iterator[Path]:
-    """Yield a temporary path, whose bytes are written to the device or pipe `out` afterwards."""
+    """Yield a temporary path; after the block, its bytes are written to the device `out`."""
     import shutil  # slow to import
     import tempfile
 

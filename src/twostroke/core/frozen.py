@@ -28,7 +28,7 @@ _MAX_DIGITS: Final = 40  # of an integer in an error; it may be too large for a 
 def check_range(owner: object, *names: str, high: float, low: float | None = None) -> None:
     """Check that the named number fields of `owner` are from `low` to `high`.
 
-    None in a field passes. Without `low`, the numbers must be greater than 0.
+    A field may also be None. Without `low`, the numbers must be greater than 0.
 
     Raises:
         UsageError: a field's value is out of range.
@@ -58,7 +58,7 @@ def check_choice(name: str, value: str, choices: Collection[str]) -> None:
     """Check that a text is one of `choices`; `name` is the field that the error names.
 
     Raises:
-        UsageError: the text is no choice; the error names the choice that is most similar to it.
+        UsageError: the text is not one of the choices; the error names the most similar choice.
     """
     if value not in choices:
         reason = f"must be one of {', '.join(choices)}, got '{{value}}'.{nearest(value, choices)}"

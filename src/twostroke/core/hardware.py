@@ -25,17 +25,17 @@ _NODES = Path("/sys/devices/system/node")
 class Hardware(Frozen):
     """The limits of a machine's speed: memory bandwidth and peak arithmetic.
 
-    The engine's speed is shown as a share of them (MBU and MFU).
+    The engine's speed is reported as a fraction of these limits (MBU and MFU).
 
     Attributes:
         name: the processor or device.
-        num_threads: the number of threads that measured the limits: the engine's threads, but at
-            most one for each usable core.
+        num_threads: the number of threads with which the limits were measured: the engine's
+            threads, but at most one for each usable core.
         memory_bytes: the size of the memory.
         bandwidth: memory bandwidth in bytes per second, for reading data as large as a model's
             weights.
-        peak: operations per second of the fastest arithmetic that the kernels use; a multiply-
-            add counts as two operations.
+        peak: operations per second of the fastest arithmetic that the kernels use; a multiply- add
+            counts as two operations.
         peak_kind: the arithmetic of `peak`, as text.
         source: how the limits were found.
     """
@@ -60,7 +60,7 @@ class MemoryNode(Frozen):
 
 
 def memory_total() -> int:
-    """Return the most bytes of memory that this process can have.
+    """Return the maximum number of bytes of memory that this process can have.
 
     This is the machine's memory, or the limit of a control group if that is lower.
     """
@@ -80,7 +80,7 @@ def memory_available() -> int:
 def memory_limit() -> MemoryLimit | None:
     """Return the lowest memory limit that a control group sets on this process.
 
-    It is None if no control group allows less than the machine's memory.
+    Returns None if no control group allows less than the machine's memory.
     """
     limit = min(memory_limits(_ROOT), key=lambda limit: limit.limit_bytes, default=None)
     return limit if limit and limit.limit_bytes < _memory_of_machine() else None
@@ -89,7 +89,7 @@ def memory_limit() -> MemoryLimit | None:
 def scarcest_memory() -> MemoryLimit | None:
     """Return the memory limit of the control group that has the fewest free bytes.
 
-    It is None if the machine itself has fewer free bytes.
+    Returns None if the machine itself has fewer free bytes.
     """
     limit = min(memory_limits(_ROOT), key=lambda limit: limit.free_bytes, default=None)
     return limit if limit and limit.free_bytes < _available_on_machine() else None
@@ -125,7 +125,7 @@ def num_cores() -> int:
 
 
 def max_busy_threads() -> int:
-    """Return the most threads that can compute at once; more threads than this share the cores.
+    """Return how many threads can compute at once; more threads would share the cores.
 
     It is `num_cores`, except that a quota of 1.5 cores keeps two threads busy.
     """
@@ -136,7 +136,7 @@ def max_busy_threads() -> int:
 def core_limit() -> CoreLimit | None:
     """Return the lowest limit of processor time that a control group sets on this process.
 
-    It is None if no limit is below the number of cores that affinity and cpusets allow.
+    Returns None if no limit is below the number of cores that affinity and cpusets allow.
     """
     limit = min(core_limits(_ROOT), key=lambda limit: limit.num_cores, default=None)
     return limit if limit and limit.num_cores < _num_allowed_cores() else None
@@ -178,8 +178,8 @@ def memory_nodes(folder: Path = _NODES) -> tuple[MemoryNode, ...]:
     """Return the NUMA nodes whose cores this process may use; empty if they are unknown.
 
     `folder` has the layout of Documentation/ABI/stable/sysfs-devices-node of Linux. The result is
-    also empty if the files list a core on no node or on two nodes: binding threads to nodes by
-    wrong files would leave cores unused.
+    also empty if some core is listed on no node or on two nodes: such files are wrong, and binding
+    threads by them would leave cores unused.
     """
     if not hasattr(os, "sched_getaffinity"):
         return ()
@@ -197,10 +197,10 @@ def memory_nodes(folder: Path = _NODES) -> tuple[MemoryNode, ...]:
 def threads_by_node(nodes: Sequence[MemoryNode], num_threads: int) -> dict[MemoryNode, int]:
     """Return how many compute threads to bind to each NUMA node; empty to bind none.
 
-    The cores of all nodes, in a row, are divided into `num_threads` equal parts. Each thread goes
-    to the node with the middle of its part, so a node's number of threads differs from its share by
-    less than one. If all threads would be on one node, the result is empty, and the operating
-    system chooses their cores.
+    Each node gets threads in proportion to its cores, with a rounding error of less than one
+    thread: the cores of all nodes, in a row, are divided into `num_threads` equal parts, and each
+    thread goes to the node with the middle of its part. If all threads would be on one node, the
+    result is empty, and the operating system chooses their cores.
     """
     if not nodes:
         return {}
@@ -212,7 +212,7 @@ def threads_by_node(nodes: Sequence[MemoryNode], num_threads: int) -> dict[Memor
 
 
 class OtherProgramsLoad:
-    """Measures how busy other programs keep the processors, from its creation on.
+    """Measures how busy other programs keep the processors, from the creation of the object on.
 
     Measurements such as `twostroke profile` warn if other programs disturbed them.
     """

@@ -16,7 +16,7 @@ _SECRET_PARAM: Final = re.compile(
 def counted_noun(count: float, noun: str, plural: str | None = None, *, form: str = "") -> str:
     """Return a count with its noun: "1 byte", "2 bytes", "0 replicas".
 
-    Messages use it for every count that may be 1 (a test of the house looks for the others).
+    Messages use this function for every count that may be 1; a test finds messages that do not.
 
     Args:
         count: the number.

@@ -47,18 +47,18 @@ class Mismatch(Frozen):
     """The first value of some data that does not fit its expected type (see `find_mismatch`).
 
     Attributes:
-        path: where the value is, such as `models[2].name`; for a missing or unknown field,
-            where the field would be.
-        problem: "missing" for a required field, "unknown" for a field that the type does not
-            have, "type" for a value of another JSON type, "word" for a text that is not one of
-            the accepted words, "limits" for a number or a length out of range, and "key limits"
-            for the length of a key.
+        path: where the value is, such as `models[2].name`; for a missing or unknown field, where
+            the field would be.
+        problem: "missing" for a required field, "unknown" for a field that the type does not have,
+            "type" for a value of another JSON type, "word" for a text that is not one of the
+            accepted words, "limits" for a number or a length out of range, and "key limits" for the
+            length of a key.
         expected: the accepted JSON types, the accepted words, or the known fields.
-        actual: the wrong value itself, if it is a word, a number or the name of an unknown
-            field; for other values of a wrong type, their JSON type; for "limits" of a text,
-            list or object, its length. None if unknown.
+        actual: the wrong value itself, if it is a word, a number or the name of an unknown field;
+            the JSON type of other values of a wrong type; the length of a text, list or object that
+            is out of range. None if unknown.
         limits: the limits in words, such as `be from 0 to 2`.
-        advice: what to write instead of a wrong word, by word; `*` is for any other word.
+        advice: for some wrong words, the text to write instead; the key `*` is for all other words.
     """
 
     path: str
@@ -88,7 +88,7 @@ def find_mismatch(kind: Any, data: Any, path: str = "") -> Mismatch | None:
 
 
 def _find(data: Any, kinds: list[inspect.Type], path: str) -> Mismatch | None:
-    """Return the mismatch of a value, or of a value inside it, with all of the types `kinds`.
+    """Return the first mismatch of a value, or of a value inside it, with the types `kinds`.
 
     The result is None if the value fits one of the types.
     """
@@ -163,7 +163,7 @@ def _find_in_object(value: dict[str, Any], kinds: list[inspect.Type], path: str)
 def _choose_struct(
     value: dict[str, Any], structs: list[inspect.StructType], path: str
 ) -> tuple[inspect.StructType | None, Mismatch | None]:
-    """Return the struct type whose tag a JSON object has, or the mismatch if its tag is wrong.
+    """Choose the struct type of a JSON object by its tag, or return the mismatch of the tag.
 
     Returns (struct type, None), or (None, mismatch) for a missing or unknown tag.
     """
@@ -232,7 +232,7 @@ def _json_type(value: Any) -> str:
 
 
 def _type_mismatch(value: Any, kinds: list[inspect.Type], path: str) -> Mismatch:
-    """Return the mismatch of a value whose JSON type none of the types `kinds` accepts."""
+    """Return the mismatch of a value whose JSON type is not accepted by any of `kinds`."""
     if value is None and path and not path.endswith("]"):
         return Mismatch(path=path, problem="missing")
     accepted = {name for kind in kinds for name in _ACCEPTED_JSON_TYPES.get(type(kind), ())}
@@ -254,7 +254,7 @@ def _word_mismatch(word: str, kinds: list[inspect.Type], path: str) -> Mismatch 
 
 
 def _exceeded_limits(value: Any, kinds: list[inspect.Type]) -> str:
-    """Return the limits that a number or a length exceeds, as text; empty if a type accepts it."""
+    """Return the limits, as text, that a number or a length exceeds; empty if it is accepted."""
     if value is None or isinstance(value, bool):
         return ""
     size = _size(value)
@@ -318,7 +318,7 @@ def union_members(kinds: Iterable[inspect.Type]) -> Iterator[inspect.Type]:
 def extra_of(kind: inspect.Type) -> dict[str, Any]:
     """Return the `extra` values of a type that is annotated with msgspec's `Meta`, by name.
 
-    Other types have none.
+    The result is empty for other types.
     """
     return (kind.extra or {}) if isinstance(kind, inspect.Metadata) else {}
 

@@ -111,7 +111,7 @@ class OptionField(Frozen):
         item_type: the type of the items, if the field is a tuple or another sequence.
         accepts_none: whether the type of the field includes None.
         default: the default value of the field.
-        section: the heading in the help.
+        section: the heading under which `--help` lists the option.
     """
 
     name: str
@@ -171,7 +171,7 @@ class UnknownOptionError(UsageError, TypeError):
 
 
 class _OptionMeta(StructMeta):
-    """Metaclass of options structs: an unknown keyword is an error that names the nearest field."""
+    """Metaclass of options structs: the error about an unknown keyword names the nearest field."""
 
     def __call__(cls, *values: Any, **named_values: Any) -> Any:  # noqa: N805
         """Create an options struct; raise UnknownOptionError for an unknown keyword."""
@@ -223,7 +223,7 @@ def option_fields(kind: type) -> dict[str, OptionField]:
 def check(options: OptionStruct) -> None:
     """Check all values of an options struct against the declarations of its fields.
 
-    None passes if the type of its field includes None.
+    A field may be None only if its type includes None.
 
     Raises:
         UsageError: a value has the wrong type, is not one of the choices or is out of range.
@@ -281,7 +281,7 @@ def unknown_option(name: str, known_names: Iterable[str], *, owner: str = "") ->
 def _defaults(kind: type) -> dict[str, Any]:
     """Return the defaults of a struct's fields, by name; fields without a default are left out.
 
-    A default may be msgspec's record of a factory, see `_default_value`.
+    A default may be a factory in msgspec's form; see `_default_value`.
     """
     names: tuple[str, ...] = kind.__struct_fields__  # type: ignore[attr-defined]
     defaults: tuple[Any, ...] = kind.__struct_defaults__  # type: ignore[attr-defined]
@@ -294,7 +294,7 @@ def _default_value(default: Any) -> Any:
 
 
 class _AnnotationNames(dict[str, Any]):
-    """The names that the text of an annotation may use: its module's, and Python's builtins.
+    """The names that a text annotation may use: the names of its module and the builtins.
 
     A name that the module imports only for type checkers is unknown at run time, and becomes
     `object`.

@@ -54,9 +54,10 @@ class ActivationBits(Frozen):
     Attributes:
         model_id: the `weights_identity` of the model's file.
         version: the version of the method that chose the bits.
-        bits: by name, the matrices whose activations have fewer than 15 bits, with their bits.
-        divergence: the mean KL divergence in nats from the answers with 15 bits, measured on
-            the text for which the bits were chosen.
+        bits: the number of bits by matrix name, for matrices whose activations have fewer than 15
+            bits.
+        divergence: the mean KL divergence in nats from the model with 15 bits everywhere, measured
+            on the text for which the bits were chosen.
         num_products: how many matrices the method can give fewer than 15 bits.
     """
 
@@ -84,7 +85,7 @@ class ActivationBits(Frozen):
 
 
 def activation_bits_or_map(bits: int | ActivationBits) -> Bits:
-    """Return activation bits as backends take them: a number, or numbers by matrix name."""
+    """Return activation bits in the form for backends: one number, or a number by matrix name."""
     return bits.bits if isinstance(bits, ActivationBits) else bits
 
 
@@ -93,8 +94,8 @@ class ComputeOptions(OptionStruct):
 
     `activation_bits` "auto" gives each product as few bits as the answers allow
     (docs/guide/quality.md). 8 bits everywhere are up to 1.6 times as fast as 15 for prompts and
-    many streams on AVX-512, and change answers as in other engines that use 8 bits; 9 means 15 bits
-    where activations are large and 8 elsewhere.
+    many streams on AVX-512, but change answers, like the 8 bits of other engines. The value 9 means
+    15 bits where activations are large and 8 elsewhere.
     """
 
     SECTION: ClassVar[str] = "Machine"
@@ -350,9 +351,10 @@ class SpeculationOptions(OptionStruct):
     - "lookahead": the model itself drafts several tokens at once.
     - "medusa", "eagle": heads that were trained for the model.
     - "mtp": the model's own layer for multi-token prediction.
-    - "auto": n-grams, and also the draft model and the heads if they are named, else the model's
-      layer for multi-token prediction if it has one. It is "off" on backends that start a step
-      before the last one's tokens are known, unless a draft model or heads are named.
+    - "auto": n-grams, and also the draft model and the heads if the options name them, or else the
+      model's layer for multi-token prediction if it has one. On backends that start a step before
+      the previous step's tokens are known, "auto" uses no drafts, unless a draft model or heads are
+      named.
 
     `draft` "auto" is the draft model that the catalogue names for this model, if it is in the
     cache. It is left out if heads are named, another method is chosen, the model has a layer for
@@ -429,7 +431,8 @@ class GenerationOptions(OptionStruct):
     `generation_config` is one of these:
 
     - "auto": the values that the model's publisher recommends (generation_config.json, or
-      `general.sampling.*` in a GGUF file); for other values, the usual defaults of local servers.
+      `general.sampling.*` in a GGUF file); for values without a recommendation, the usual defaults
+      of local servers.
     - "none": the usual defaults of local servers only.
     - "openai": temperature 1, and no token is cut off.
 

@@ -85,8 +85,9 @@ _TRIM_INTERVAL_S: Final = 60.0
 def return_freed_memory() -> bool:
     """Give memory that Python freed back to the operating system; return False without glibc.
 
-    glibc itself gives back only the free memory at the end of its heap. Requests leave holes
-    between blocks that live longer, so that a busy server would grow by some kilobytes a request.
+    glibc itself gives back only the free memory at the end of its heap. The heap of a busy server
+    has many free holes between blocks in use, so without this call it would grow by some kilobytes
+    with each request.
     """
     give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if give_back is None:

@@ -1,4 +1,4 @@
-"""Finds where similar prompts part, and how much of the rest earlier prompts have, too."""
+"""Finds where a prompt parts from similar prompts, and which of the later tokens still repeat."""
 
 from __future__ import annotations
 
@@ -25,11 +25,14 @@ class Parting(Frozen):
     """The point at which a prompt parts from the earlier prompt that begins most like it.
 
     Attributes:
-        position: number of tokens that both share, and so the index of the first other token.
-        num_after: tokens of the prompt from there on, which the prefix cache cannot have.
-        num_repeated: how many of these stand in earlier prompts of the tenant, too. They could be
-            shared if the tokens that differ stood after them. An estimate from samples.
-        key: the same number for all prompts of a tenant that part here.
+        position: number of tokens that both prompts share, which is also the index of the first
+            different token.
+        num_after: number of the prompt's tokens from `position` on, which the prefix cache cannot
+            have.
+        num_repeated: an estimate, from samples, of how many of these tokens also occur in earlier
+            prompts of the tenant. The prefix cache could share them if the different tokens came
+            after them.
+        key: identifies the point: equal for all prompts of a tenant that part at the same point.
     """
 
     position: int
@@ -39,9 +42,10 @@ class Parting(Frozen):
 
 
 class PartingFinder:
-    """Compares each prompt with the earlier prompts of its tenant; keeps hashes, and some tokens.
+    """Compares each prompt with the earlier prompts of its tenant.
 
-    Only recent prompts are remembered. Tenants share nothing.
+    The finder stores hashes and some tokens of recent prompts. Prompts of different tenants are not
+    compared.
     """
 
     def __init__(
@@ -50,9 +54,11 @@ class PartingFinder:
         run_length: int = _RUN_TOKENS,
         max_length: int = _MAX_TOKENS,
     ) -> None:
-        """Begin without prompts, whose blocks and runs have these lengths.
+        """Begin without prompts.
 
-        Lengths are in tokens, or in bytes of text. After `max_length`, prompts are not compared.
+        Prompts are compared in blocks of `block_length`, and repeated text is found in samples of
+        `run_length`. Only the first `max_length` of a prompt are compared. Lengths are in tokens,
+        or in bytes of text.
         """
         self._block_length = block_length
         self._run_length = run_length
@@ -61,10 +67,10 @@ class PartingFinder:
         self._runs: RecentValues[bool] = RecentValues()
 
     def add(self, tenant: str, prompt: Sequence[int]) -> Parting | None:
-        """Add a tenant's prompt, and return where it parts from earlier prompts.
+        """Add a tenant's prompt, and return the point where it parts from earlier prompts.
 
-        The prompt is a list of tokens, or bytes. Returns None if the tenant has no earlier prompt,
-        or if fewer tokens than a block follow.
+        The prompt is a list of tokens, or bytes. Returns None if the tenant has no similar earlier
+        prompt, or if fewer tokens than a block follow the point.
         """
         prompt = prompt[: self._max_length]
         length = self._block_length
@@ -100,7 +106,7 @@ class PartingStatistics:
     Attributes:
         position: the number of shared tokens.
         num_prompts: how many prompts parted here.
-        num_after, num_repeated: sums of the numbers of their `Parting`.
+        num_after, num_repeated: sums of these fields of the prompts' `Parting`.
     """
 
     def __init__(self, position: int) -> None:
@@ -124,7 +130,10 @@ def _num_equal(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def _sampled_runs(prompt: Sequence[int], length: int, salt: int) -> tuple[list[int], list[int]]:
-    """Return hashes of runs of `length` tokens, chosen by their content, and their begins."""
+    """Sample runs of `length` tokens from a prompt; return their hashes and their start indices.
+
+    The hash of a run decides whether it is sampled, so equal runs are sampled in all prompts.
+    """
     if len(prompt) < length:
         return [], []
     # NumPy would take bytes for one value.
@@ -140,7 +149,7 @@ def _sampled_runs(prompt: Sequence[int], length: int, salt: int) -> tuple[list[i
 
 
 class RecentValues(Generic[T]):
-    """A dictionary that forgets old keys: it remembers the newest `_MAX_RECENT`, at least."""
+    """A dictionary that forgets old keys, but remembers at least the newest `_MAX_RECENT` keys."""
 
     def __init__(self) -> None:
         """Begin without keys."""

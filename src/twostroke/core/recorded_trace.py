@@ -1,4 +1,4 @@
-"""The format of recorded traces: the times and lengths of requests and shared beginnings, no text.
+"""The format of recorded traces: times and lengths of requests and shared prefixes, but no text.
 
 A recorded trace is a file of JSON lines: a header, then a line for each answer, in the order in
 which requests ended. A server that starts again adds another header to the same file.
@@ -22,7 +22,7 @@ BLOCK_TOKENS: Final = 16  # the length of a shared beginning is a multiple of it
 
 
 class ServerSettings(Frozen):
-    """The settings of a server that decide how long its requests take."""
+    """The settings of a server on which the duration of its requests depends."""
 
     token_budget: int
     max_running: int
@@ -31,8 +31,9 @@ class ServerSettings(Frozen):
 class TraceHeader(Frozen):
     """The line before the requests of one run of a server, or before requests with other settings.
 
-    `settings` is None in the trace of a router. With `continues`, the server is the same, so that
-    later prompts may share beginnings with prompts before the header.
+    `settings` is None in the trace of a router. With `continues`, the requests after the header are
+    from the same run as the requests before it, so prompts may share prefixes with prompts before
+    the header.
     """
 
     recorded_trace: int = TRACE_VERSION
@@ -53,12 +54,13 @@ class TracedRequest(Frozen, omit_defaults=True):
         outcome: "completed"; "cancelled" if the client disconnected; "failed"; "refused" by a
             router, since no server had room.
         tenant: a hash of the tenant, which differs from server to server.
-        shared: two numbers, if the prompt begins like an earlier one: how many lines before this
-            one the earlier prompt stands, and how many tokens the two share.
-        parts_at: the exact number of tokens that the prompt shares with the most similar earlier
-            prompt of its tenant; None if there is no such prompt, or nothing follows. A router
-            estimates it.
-        repeated_tokens: how many tokens after that stand in earlier prompts, too; an estimate.
+        shared: two numbers, if the prompt shares a prefix with an earlier prompt: how many lines
+            before this line the earlier prompt is, and how many tokens the prompts share.
+        parts_at: the exact number of tokens at the beginning that the prompt shares with the most
+            similar earlier prompt of its tenant (from a router, an estimate). None if there is no
+            such prompt, or if too few tokens follow.
+        repeated_tokens: an estimate of how many tokens after `parts_at` also occur in earlier
+            prompts.
     """
 
     arrival_s: float
@@ -76,7 +78,7 @@ class TracedRequest(Frozen, omit_defaults=True):
 
 
 class SharedPrefixes:
-    """Finds the longest beginning that a prompt shares with an earlier prompt of its tenant.
+    """Finds the longest prefix that a prompt shares with an earlier prompt of its tenant.
 
     Prompts are compared by the hashes of their blocks. Only recent hashes are remembered.
     """
@@ -95,7 +97,7 @@ class SharedPrefixes:
         self._num_prompts = 0
 
     def hashes(self, tenant: str, prompt: Sequence[int]) -> array[int]:
-        """Return the hash of each block of a tenant's prompt, with all blocks before it.
+        """Return a hash for each block of a tenant's prompt; it covers all earlier blocks, too.
 
         The prompt is a list of tokens, or bytes.
         """
@@ -109,8 +111,8 @@ class SharedPrefixes:
     def add(self, hashes: Sequence[int]) -> tuple[int, int] | None:
         """Add a prompt by the hashes of its blocks, and find the most similar earlier prompt.
 
-        Returns how many prompts ago the earlier prompt was added, and the length of the beginning
-        that both share; None if the prompt shares no whole block with an earlier one.
+        Returns how many prompts ago the earlier prompt was added, and the length of the prefix that
+        both share; None if the prompt shares no whole block with an earlier one.
         """
         number, self._num_prompts = self._num_prompts, self._num_prompts + 1
         similar_prompt, num_shared = 0, 0

@@ -56,12 +56,12 @@ class Hints(Frozen):
     Attributes:
         speculate: the method of speculation, a name in `core.options.SPECULATE`.
         prediction: the output that the caller expects, as token ids.
-        shows_progress: whether the caller gets an output after each step that prefills a part
-            of the prompt.
-        keep_s: seconds for which the prompt's KV pages should stay in the page cache, if the
-            engine has one.
-        shared_lengths: lengths, in tokens, of beginnings of the prompt that later prompts may
-            share. Models with recurrent layers keep a snapshot there.
+        shows_progress: whether the caller gets an output after each step that prefills a part of
+            the prompt.
+        keep_s: seconds for which the prompt's KV pages should stay in the page cache, if the engine
+            has one.
+        shared_lengths: lengths, in tokens, of prefixes of the prompt that later prompts may share.
+            For models with recurrent layers, a snapshot is kept after them.
     """
 
     speculate: str = "auto"
@@ -93,38 +93,35 @@ class Request:
         salt: separates the prefix caches of tenants.
         prompt_field: the caller's name of the prompt, for errors, such as "messages".
         cuts_limit: whether a `max_tokens` that exceeds the context is lowered, not refused.
-        start_within_s: seconds from arrival to the first step.
-        timeout_s: seconds from arrival to the end.
+        start_within_s: maximum number of seconds from arrival to the first step.
+        timeout_s: maximum number of seconds from arrival to the end.
         spent_s: seconds of `timeout_s` that were used before arrival.
-        is_admitted: whether the request was admitted before, so that no limit of the queue applies:
-            the engine that had admitted it has died.
+        is_admitted: whether another engine, which has died, had admitted the request before. Then
+            the limits of the queue do not apply.
         hints: advice about speculation and caching.
-        matcher: tells which tokens the constraint in `params` allows; None without a
-            constraint.
+        matcher: tells which tokens the constraint in `params` allows; None without a constraint.
         pooling: the hidden states to return for an embedding; no token is sampled then.
         arrival_s: the time when the request was added.
         started_s: the time when the request first got pages; 0 before that.
         num_computed: how many tokens committed steps have computed.
-        num_planned: how many tokens are computed by committed steps or by steps in flight; it
-            may exceed `len(tokens)`, since a step in flight may sample a token that the next
-            computes.
-        pages: a list for each of the model's cache groups, all equally long: entry i is the id
-            of the KV page with the group's part of `tokens[i * page_size:]`, or `NO_PAGE` if
-            the page is entirely before the group's window. Empty while the request waits.
+        num_planned: how many tokens are computed by committed steps or by steps in flight; it may
+            exceed `len(tokens)`, since a step in flight may sample a token that the next computes.
+        pages: a list for each of the model's cache groups, all equally long: entry i is the id of
+            the KV page with the group's part of `tokens[i * page_size:]`, or `NO_PAGE` if the page
+            is entirely before the group's window. Empty while the request waits.
         state_slot: the slot of the recurrent state after `num_computed` tokens, for models with
             such states; `NO_STATE` before the first token.
         planned_state_slot: the slot of the recurrent state after `num_planned` tokens.
-        num_final: how many tokens are final; None for all. Only a draft model's request has
-            further tokens: it copies the main model's request with its drafts, which may still be
-            removed.
+        num_final: how many tokens are final; None for all. Only a draft model's request has further
+            tokens: it copies the main model's request with its drafts, which may still be removed.
         num_cached: prompt tokens found in the prefix cache when the request first started.
         num_scored: prompt tokens, from the second on, whose log-probabilities were reported.
         num_drafted: draft tokens that were computed.
         num_accepted: draft tokens that were accepted.
         num_preemptions: how often the request lost all of its pages.
-        num_moves: how often some entries of `pages` were replaced, by a preemption or by the
-            pages of an accepted branch. Otherwise the lists only grow, or get `NO_PAGE` before
-            windows.
+        num_moves: how often some entries of `pages` were replaced, by a preemption or by the pages
+            of an accepted branch. Otherwise the lists only grow, or `NO_PAGE` replaces pages before
+            a sliding window.
         finish_reason: why the request ended; None until then.
     """
 
@@ -195,9 +192,9 @@ class Request:
 
     @property
     def num_pending(self) -> int:
-        """The number of tokens that the scheduler has still to plan in a step.
+        """The number of known tokens that are not planned in a step yet.
 
-        It is 0 while the next token is being sampled.
+        It is 0 while a step in flight samples the next token.
         """
         return max(0, len(self.tokens) - self.num_planned)
 
@@ -208,10 +205,10 @@ class Request:
 
     @property
     def can_sample_ahead(self) -> bool:
-        """Whether a token can be sampled while the scheduler does not yet know the token before it.
+        """Whether a token can be sampled while the host does not yet know the token before it.
 
-        The step before, which samples the earlier token, is then still in flight. A constraint, a
-        penalty or pooling needs the earlier token first.
+        The step that samples the earlier token is then still in flight. A request with a
+        constraint, a penalty or pooling needs the earlier token first.
         """
         return self.matcher is None and self.pooling is None and not self.params.has_penalties
 
@@ -234,7 +231,7 @@ class Request:
 
     @property
     def max_output(self) -> int | None:
-        """The most tokens to generate; None if only the context length is a limit."""
+        """The maximum number of tokens to generate; None if only the context length is a limit."""
         return self.params.max_tokens if self.pooling is None else 0
 
     @property

@@ -72,28 +72,30 @@ class SamplingParams(OptionStruct, repr_omit_defaults=True):
     sampling.
 
     Attributes:
-        max_tokens: the most tokens of the answer; None fills the context. It may be 0 with
+        max_tokens: maximum number of tokens of the answer; None fills the context. It may be 0 with
             `prompt_logprobs`.
-        temperature: 0 is greedy: the token with the largest logit, and of equal logits the
-            lowest id. None in this field, and in `top_k`, `top_p`, `min_p` and
-            `repetition_penalty`, is the model's default (`SamplingDefaults`).
+        temperature: 0 is greedy: the token with the largest logit, and of equal logits the lowest
+            id. None in this field, and in `top_k`, `top_p`, `min_p` and `repetition_penalty`, is
+            the model's default (`SamplingDefaults`).
         logit_bias: numbers to add to logits, by token id.
         seed: the seed of the random numbers; None takes a new seed for each request.
-        stop: strings that end the answer. A single string may be given. Empty strings are
-            removed, because clients send them for "none".
+        stop: strings that end the answer. A single string may be given. Empty strings are removed,
+            because clients send them for "none".
         stop_token_ids: token ids that end the answer.
         include_stop: whether the answer's text includes the stop string that ended it.
         ignore_eos: whether the model's end tokens do not end the answer.
-        logprobs: None reports no log-probabilities; 0 of each sampled token; k also of the k
-            likeliest tokens. They are of the model's own distribution, before all rules above.
+        logprobs: which log-probabilities are reported. None: none; 0: of each sampled token; k:
+            also of the k likeliest tokens. They belong to the model's distribution before all of
+            the rules above.
         prompt_logprobs: the same for each prompt token except the first.
-        constraint: the rule that the answer follows; an answer that is cut is the beginning of
-            such a text. An answer that cannot continue ends, even before `min_tokens`.
+        constraint: the rule that the answer follows; an answer that is cut short is the beginning
+            of a text that the rule allows. If the rule allows no further token, the answer ends,
+            even before `min_tokens`.
         preface: reasoning before the answer, to which `constraint` and `stop` do not apply.
-        reasoning_budget: the most tokens of the reasoning, without its marks. After them the engine
-            writes the text that closes the reasoning, and the answer follows. If `max_tokens` or
-            the context is short, the budget is lowered, so that a quarter of the tokens is left for
-            the answer. 0 is no reasoning; None and -1 are no limit.
+        reasoning_budget: maximum number of tokens of the reasoning, without its marks. After them
+            the engine writes the text that closes the reasoning, and the answer follows. If
+            `max_tokens` or the context is short, the budget is lowered, so that a quarter of the
+            tokens is left for the answer. 0 is no reasoning; None and -1 are no limit.
         shown_ids: special tokens that the answer's text includes; other special tokens are left
             out.
         end_ids: the model's tokens that end the answer. They do not count towards the limit of

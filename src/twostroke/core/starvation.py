@@ -23,7 +23,7 @@ class StarvationMonitor:
         self._waits_at_start_ns: dict[str, int] | None = None
 
     def start(self) -> None:
-        """Begin to measure, unless that has begun."""
+        """Begin to measure, unless a measurement is in progress."""
         if self._waits_at_start_ns is None:
             self._start_s, self._waits_at_start_ns = time.monotonic(), self._waits_ns()
 

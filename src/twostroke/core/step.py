@@ -23,13 +23,14 @@ NO_TOKEN = -1  # sampled from logits that are NaN: only this request fails
 
 
 class Slice(Struct):  # a step makes hundreds
-    """One request's share of a step: its next tokens to compute, and its drafts.
+    """One request's part of a step: its next tokens to compute, and its drafts.
 
-    These are `request.tokens[start:start + count]` and `drafts`. Each token is a row of the step.
-    The keys and values of the rows are stored in `request.pages`, which already have room for them.
+    The slice computes `request.tokens[start:start + count]` and `drafts`. Each token is a row of
+    the step. The keys and values of the rows are stored in `request.pages`, which already have room
+    for them.
 
-    A blind slice has one row: the token that the request samples in the step before. Only the
-    backend knows this token yet. A blind slice samples, and has no drafts.
+    A blind slice has one row, for the token that the previous step samples. Only the backend knows
+    this token when the step is planned. A blind slice samples, and has no drafts.
 
     Attributes:
         request: the request.
@@ -67,7 +68,7 @@ class Slice(Struct):  # a step makes hundreds
 
     @property
     def is_blind(self) -> bool:
-        """Whether the slice computes a token that the step before is still sampling."""
+        """Whether the slice computes a token that the previous step is still sampling."""
         return self.start >= len(self.request.tokens)
 
     @property
@@ -77,7 +78,7 @@ class Slice(Struct):  # a step makes hundreds
 
     @property
     def num_drawn(self) -> int:
-        """The number of tokens that are sampled for the slice: one, and one for each draft.
+        """The number of tokens sampled for the slice: one after its rows, and one for each draft.
 
         It is 0 if the slice ends before the prompt's last token, so that no token is sampled.
         """
@@ -152,7 +153,7 @@ class StepPlan(Frozen):
 
     @property
     def draws(self) -> list[bool]:
-        """For each row with logits, in order, whether a token is sampled from its logits.
+        """For each row with logits, in order, whether a token is sampled from the logits.
 
         The logits of the other rows only give the log-probability of the prompt's next token.
         """
@@ -181,9 +182,9 @@ class StepResult(Frozen):
     Times are 0.0 if they were not measured.
 
     Attributes:
-        tokens: `num_drawn` tokens of each slice, in the plan's order. A slice's first token
-            follows the request's newest one, further tokens follow its drafts. `NO_TOKEN` if
-            the logits are NaN.
+        tokens: `num_drawn` tokens of each slice, in the plan's order. A slice's first token follows
+            the request's newest one, further tokens follow its drafts. `NO_TOKEN` if the logits are
+            NaN.
         logprobs: the log-probabilities of each token; None if the request does not want them.
         elapsed_s: seconds that the backend took for the step.
         kernel_s: seconds of the step inside kernels.
@@ -196,8 +197,8 @@ class StepResult(Frozen):
         num_compiled: how many kernels were compiled and graphs captured for the step.
         crowded_s: `elapsed_s` if some threads did not compute because other programs keep cores
             busy, else 0.0.
-        row_states: (rows, width) the value of `hidden` for all rows of the step, in the plan's
-            order, valid until the next step; None if the backend does not report it.
+        row_states: (rows, width) like `hidden`, but for all rows of the step, in the plan's order.
+            Valid until the next step; None if the backend does not report it.
     """
 
     tokens: list[int]

@@ -116,9 +116,10 @@ class YamlFile:
         return UsageError(f"{self._name}, line {line}: {text}")
 
     def _locate(self, kind: type[Any], path: str) -> tuple[str, Steps]:
-        """Return the path of a mismatch with the names of entries in mappings, and its steps.
+        """Return the path of a mismatch with the names of mapping entries filled in, and its steps.
 
-        `find_mismatch` writes `[...]` for such a name. The entry is found by leaving out others.
+        `find_mismatch` writes `[...]` in place of such a name. The wrong entry is found by testing
+        each entry of the mapping alone.
         """
         beginning, *parts = path.split("[...]")
         text, steps = beginning, path_steps(beginning)
@@ -161,7 +162,7 @@ class YamlFile:
 
 
 def _fractions(value: Any, steps: Steps = ()) -> Iterator[tuple[Steps, float]]:
-    """Yield each fraction inside a file's values, with the steps to it."""
+    """Yield each number with a fraction inside a file's values, with the steps to it."""
     if isinstance(value, float):
         yield steps, value
     elif isinstance(value, dict | list):

@@ -7,12 +7,12 @@ a handshake that proves a secret. Errors are a `ConnectionLostError`.
 
 Three packages use this one, and keep their own messages and policies: `engine/process` (a server
 and its engine process), `backends/parallel` (rank 0 and other ranks) and `engine/disaggregation`
-(prefill and decode engines, and an engine and its NIXL process). The first message of each has the
-version: a number between engines; the installed package and its kernels between ranks. Only the
-packages know which differences matter.
+(prefill and decode engines, and an engine and its NIXL process). The first message of each of their
+protocols has a version: a number between engines, the installed package and its kernels between
+ranks. Each package decides which differences matter.
 
-Not here: bytes that no Python code reads. Ranks exchange values in memory that they share, or by
-UCX or Gloo (`backends/parallel/links`), and engines copy KV pages in shared memory or by NIXL
-(`engine/disaggregation/transfer_methods.py`). A socket would add copies and system calls to each.
-The router and its replicas speak HTTP (`fleet/router`), as any client does.
+Data that no Python code reads is not sent by this package. Ranks exchange values in memory that
+they share, or by UCX or Gloo (`backends/parallel/links`), and engines copy KV pages in shared
+memory or by NIXL (`engine/disaggregation/transfer_methods.py`). A socket would add copies and
+system calls. The router and its replicas speak HTTP (`fleet/router`), as any client does.
 """

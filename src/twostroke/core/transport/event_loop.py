@@ -48,7 +48,7 @@ class EventLoopConnection(Connection[T]):
     def post(self, message: object) -> None:
         """Send a message without waiting; the event loop sends the rest when the socket has room.
 
-        Nothing is sent if the other process is gone; `receive_arrived` reports that.
+        Nothing is sent if the other process is gone; `receive_arrived` then raises the error.
         """
         frame = self._frame(message)
         if not self._unsent:

@@ -1,7 +1,7 @@
 """Framing and encoding of messages: a length in four bytes, little-endian, and a body.
 
-The body of a message is MessagePack. If the highest bit of the length is set, the body is passed on
-as it is, for messages that have an encoding of their own.
+The body of a message is MessagePack. If the highest bit of the length is set, the body has another
+encoding, and is passed on as bytes.
 """
 
 from __future__ import annotations

@@ -22,10 +22,10 @@ _MAC_BYTES: Final = 32
 
 
 def handshake_as_listener(sock: socket.socket, secret: bytes, sides: Sides) -> None:
-    """Do the handshake of the process that listens: check that the connecting one knows `secret`.
+    """Do the handshake of a listening process: check that the connecting process knows `secret`.
 
-    `sides` are the names of the two processes, see the module. `handshake_as_client` is the other
-    side.
+    `sides` are the names of the two processes; see the module. The connecting process calls
+    `handshake_as_client`.
 
     Raises:
         PermissionError: the process that connected does not know the secret.
@@ -41,10 +41,10 @@ def handshake_as_listener(sock: socket.socket, secret: bytes, sides: Sides) -> N
 
 
 def handshake_as_client(sock: socket.socket, secret: bytes, sides: Sides) -> None:
-    """Do the handshake of the process that connects: check that the listening one knows `secret`.
+    """Do the handshake of a connecting process: check that the listening process knows `secret`.
 
-    `sides` are the names of the two processes, see the module. `handshake_as_listener` is the other
-    side.
+    `sides` are the names of the two processes; see the module. The listening process calls
+    `handshake_as_listener`.
 
     Raises:
         PermissionError: the process that listens does not know the secret.

@@ -65,7 +65,7 @@ class LocalSocket(Frozen):
     file: int | None = None
 
     def address(self, port: int) -> str:
-        """Return the address of the Unix socket beside a TCP port, in the abstract name space."""
+        """Return the address, in the abstract name space, of the Unix socket for a TCP port."""
         return f"\0{self.name}-{port}"
 
 
@@ -96,7 +96,7 @@ class Listener(Generic[T]):
     ) -> None:
         """Listen for connections at an address; port 0 takes a free port.
 
-        Each connection is passed to `serve`, in a thread of its own; without `serve`, `accept`
+        Each connection is passed to `serve`, in a separate thread; without `serve`, `accept`
         returns the connections. `on_refused(host, error)` is called once for each host and kind of
         error, with a `PermissionError` if a process took part in the handshake and failed.
 
@@ -209,7 +209,7 @@ def connect(address: tuple[str, int], secret: SharedSecret) -> socket.socket:
     """Connect by TCP to the `Listener` of another process, and check that it knows the secret.
 
     Raises:
-        UnicodeError: the host cannot be a name.
+        UnicodeError: the host is not a valid name.
         AuthenticationError: the process has another secret, or is no `Listener`.
         OSError: nothing answers at the address.
     """
