@@ -1,4 +1,4 @@
-"""The engine: turns prompts into tokens, in this process or in a process of its own.
+"""The engine: turns prompts into tokens, in this process or in a separate process.
 
 `LLM` and `AsyncLLM` are the Python interface. `build` starts an `Engine`, whose `Client` takes
 requests of a `Caller` and yields `Output`s, or a whole `Completion`. A server talks to a

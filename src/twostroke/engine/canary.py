@@ -122,7 +122,7 @@ def measure_canary(backend: Backend, tokenizer: Tokenizer, context_length: int) 
 
 
 def canary_tokens(tokenizer: Tokenizer, context_length: int) -> list[int]:
-    """Return the token ids of the canary text, cut to the model's context length."""
+    """Return the token ids of the canary text, truncated to the model's context length."""
     return tokenizer.encode(_TEXT, add_special=True)[: min(_NUM_TOKENS, context_length)]
 
 
@@ -155,11 +155,12 @@ class FirstLoadCheck(Frozen):
         identity: identifies the model's files and the arithmetic on them.
         tokens: the token ids of the canary text.
         recorded: the canary's scores in the quality report of the model's files, if any.
-        is_judged: whether the perplexity is checked. For models that are small or made for
-            embeddings, only finite logits and the drift from a recorded canary are checked.
+        is_judged: whether the perplexity is checked. It is not for small models and models made for
+            embeddings; for these, only finite logits and the drift from recorded scores are
+            checked.
         is_remembered: whether a result is kept for later loads. Small models are scored at each
             load, which takes no time.
-        accepts: whether to use a damaged model with a warning.
+        accepts: whether a damaged model is used with a warning instead of refused.
         max_drift: the largest allowed drift from the recorded canary, in nats.
     """
 

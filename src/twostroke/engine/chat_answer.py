@@ -233,7 +233,7 @@ def read_completion(answer: Completion, reading: AnswerFormat, tokenizer: Tokeni
 
 
 class WrittenCall(NamedTuple):
-    """A tool call as the model wrote it; its arguments are cut short if the answer was."""
+    """A tool call as the model wrote it. If the answer was cut short, its arguments may be, too."""
 
     name: str
     arguments: str
@@ -276,7 +276,8 @@ class CallCollector:
 def _to_calls(written_calls: list[WrittenCall]) -> tuple[AnswerCall, ...]:
     """Parse the arguments of tool calls as JSON; drop a call whose arguments cannot be read.
 
-    They are no JSON if the answer was cut off, or has a number that no float can hold.
+    The arguments cannot be read if the answer was cut short, or if a number is too large for a
+    float.
     """
     calls: list[AnswerCall] = []
     for written in written_calls:

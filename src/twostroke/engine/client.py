@@ -41,7 +41,7 @@ class Caller(Frozen):
     """The sender of requests: their priority, tenant, service tier and deadlines.
 
     Attributes:
-        priority: requests with a lower number start first.
+        priority: requests with a lower number start earlier.
         tenant: tenants do not share cached prefixes.
         prompt_field: the name of the prompt in errors: "prompt", "messages" for a conversation, or
             "input" for texts to embed.
@@ -50,10 +50,12 @@ class Caller(Frozen):
         cuts_limit: whether a `max_tokens` that does not fit into the context is lowered instead of
             refused.
         weight: tenants of equal priority get computed tokens in proportion to their weights.
-        start_within_s: seconds from arrival to the first step; a later request is refused.
-        timeout_s: seconds from arrival to the end; a request that takes longer is ended.
+        start_within_s: maximum number of seconds from arrival to the first step; a request that
+            does not start in time is refused.
+        timeout_s: maximum number of seconds from arrival to the end; a request that takes longer is
+            ended.
         spent_s: seconds of `timeout_s` that were used before the engine got the request.
-        is_admitted: whether an engine had admitted the requests before it died.
+        is_admitted: whether another engine, which has died since, had admitted the requests.
         continues_elsewhere: whether requests that have started fail at once if the engine dies,
             since a router continues them at another server.
     """
@@ -296,7 +298,7 @@ class Client:
             yield request
 
     def _reasoning_budget(self, request: Request) -> ReasoningBudget | None:
-        """Return the limit of a request's reasoning; None without a limit, or without reasoning."""
+        """Return the token limit of a request's reasoning; None if none applies."""
         params = request.params
         if params.preface is None or params.reasoning_budget in {None, -1}:
             return None
@@ -342,7 +344,7 @@ class Client:
             )
 
     def _check_params(self, params: SamplingParams, *, cuts_limit: bool) -> None:
-        """Refuse tokens that the model lacks, and a reasoning budget that no context holds."""
+        """Refuse token ids that the model lacks, and a reasoning budget longer than the context."""
         budget, context_length = params.reasoning_budget, self.card.context_length
         if budget is not None and budget >= context_length and not cuts_limit:
             reason = f"must be less than the context length of {context_length}, got {budget}."

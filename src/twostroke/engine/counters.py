@@ -152,8 +152,8 @@ class TimeSpan(Frozen, Generic[T]):
 class SumHistory(Generic[T]):
     """The history of an engine's counts: their values at the beginning of each recent second.
 
-    The counts only grow, such as the number of tokens. Their difference over a span gives a rate.
-    Not thread-safe.
+    The counts, such as the number of tokens, never decrease. Their difference over a time span
+    gives a rate. Not thread-safe.
     """
 
     def __init__(self, read: Callable[[], T], clock: Callable[[], float] = time.monotonic) -> None:
@@ -180,7 +180,7 @@ class SumHistory(Generic[T]):
         return TimeSpan(self._at(first), self._at(last), last - first)
 
     def _at(self, second: int) -> T:
-        """Return the counts as they were at the beginning of a second since the start."""
+        """Return the counts at the beginning of the second with this number since the start."""
         for marked_second, sums in self._marks:
             if marked_second >= second:
                 return sums
@@ -191,10 +191,10 @@ class PhaseTotals(Frozen):
     """Sums over all prefill steps, or over all decode steps, of an engine.
 
     Attributes:
-        rows: tokens computed.
+        rows: number of computed tokens.
         flops, bytes: arithmetic and memory traffic, as the cost model counts them.
         time_s: time of the steps.
-        kernel_s: part of `time_s` in kernels.
+        kernel_s: the part of `time_s` that was spent in kernels.
         collective_s: time of rank 0 in collectives, waiting for other ranks included.
         crowded_s: time of steps that ran with fewer threads, because other processes were busy.
     """
@@ -288,7 +288,7 @@ class TimedRows(NamedTuple):
 
     Attributes:
         rows: tokens computed.
-        prompt_rows: prompt tokens among them.
+        prompt_rows: prompt tokens among the rows.
         requests: requests in the step.
         step_s: time of the step.
         attended: number of positions that the rows attend to, summed over the rows.
@@ -445,7 +445,7 @@ class ServiceCounter:
 
 
 class Counters:
-    """All counts of an engine, from which metrics are made. Callers hold the engine loop's lock."""
+    """All counts of an engine, the source of its metrics. Callers hold the engine loop's lock."""
 
     def __init__(
         self,
@@ -456,9 +456,10 @@ class Counters:
         tiers: Callable[[], tuple[TierTotals, ...]] = tuple,
         step_limit: StepLimit | None = None,
     ) -> None:
-        """Count steps, whose work `cost` gives; read the other counts from their owners.
+        """Count steps with the help of `cost`, which gives the work (FLOPs and bytes) of a step.
 
-        `scheduler`, `speculation`, `tiers` and `step_limit` provide counts for each snapshot.
+        `scheduler`, `speculation`, `tiers` and `step_limit` provide the other counts for each
+        snapshot.
         """
         self._tiers = tiers
         self._step_limit = step_limit

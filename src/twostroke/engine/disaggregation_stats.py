@@ -1,6 +1,7 @@
 """Statistics of disaggregation: of the prefill side, and of the decode side.
 
-The state of a server has these structs as JSON; names of fields that differ there are given here.
+A server's state report contains these structs as JSON. A field whose name differs in JSON declares
+that name.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class PrefillEngineStats(Frozen):
         link: the `title` of the connection's transfer method; "" without a connection.
         num_open: KV transfers from the prefill engine that have not ended.
         queue_flops: the work in the prefill engine's queue, in FLOPs.
-        overhead_s: mean time of a transfer besides the queue, the computation and the copying.
+        overhead_s: the part of a transfer's mean time that is not queueing, computing or copying.
     """
 
     address: str
@@ -63,7 +64,7 @@ class DecodeSideStats(Frozen):
         num_bytes: bytes fetched.
         seconds: time of all transfers, from the request to the prefill engine to the end.
         expected_s: the time that the placement rule predicted for these transfers.
-        fetch_s: part of `seconds` from offers of pages until the pages could be used.
+        fetch_s: the part of `seconds` between the offers of pages and the arrival of the pages.
     """
 
     rule: str

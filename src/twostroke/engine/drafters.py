@@ -63,9 +63,10 @@ class Draft(Frozen):
 
     Attributes:
         loaded: the draft model's files.
-        words: translates tokens between the two vocabularies; None if they are the same.
+        words: translates tokens between the vocabularies of the two models; None if these are the
+            same.
         is_optional: whether the engine starts without the draft model if it cannot be read or does
-            not fit into memory. It is optional if the user did not name it.
+            not fit into memory. The draft model is optional if the user did not name it.
     """
 
     loaded: LoadedModel
@@ -134,7 +135,7 @@ class Draft(Frozen):
         """Read the draft model's weights, and return the model as a proposer of draft tokens.
 
         The draft model shares the threads of `backend`: close it before `backend`. Returns None if
-        it is optional and cannot be built.
+        the draft model is optional and cannot be built.
 
         Raises:
             MemoryLimitError: the draft model does not fit into memory with its target.
@@ -293,7 +294,8 @@ class DraftHeads(Frozen):
 def in_packed_format(tensor: QuantTensor) -> QuantTensor:
     """Return a matrix of floats in the format Q8_0, which takes less time to read.
 
-    Other tensors are returned unchanged. Only for weights that make drafts.
+    Other tensors are returned unchanged. Use this only for weights that make drafts, because it
+    rounds the weights.
     """
     is_matrix = len(tensor.shape) == 2 and tensor.shape[1] % _PACKED.block_size == 0
     if not is_matrix or tensor.format.block_size > 1:
@@ -305,10 +307,11 @@ class HeadsSize(Frozen):
     """Sizes of the memory of draft heads.
 
     Attributes:
-        context_length: tokens of a sequence.
-        num_tokens: tokens of a sequence that have keys and values, besides its newest tokens.
-        num_requests: requests that have keys and values at once.
-        max_rows: the largest number of rows of a step.
+        context_length: maximum number of tokens of a sequence.
+        num_tokens: number of tokens of a sequence whose keys and values are stored, in addition to
+            its newest tokens.
+        num_requests: maximum number of requests whose keys and values are stored at the same time.
+        max_rows: maximum number of rows of a step.
     """
 
     context_length: int

@@ -91,7 +91,7 @@ MAX_TOKEN_VALUES: Final = 1 << 24  # in the token vectors of a text, with the po
 
 
 class Embedder(RequestListener):
-    """Pools a text's hidden states into its embedding, as the engine's steps compute them.
+    """Pools the hidden states of a text, which the engine's steps compute, into its embedding.
 
     The states are summed, or all are returned with the pooling "none". The sum is in float64, in
     the order of the text. So it does not depend on the steps that computed the rows, or on rows

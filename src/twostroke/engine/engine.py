@@ -94,7 +94,7 @@ class Engine(Frozen):
         return self.client.card
 
     def describe_gain(self) -> str:
-        """Return a sentence that compares the predicted speeds of all ranks and of one process.
+        """Return a sentence that compares the predicted speed with all ranks and with one process.
 
         It is shown at the start of a model that is divided over ranks.
         """
@@ -217,7 +217,7 @@ def _with_checked_options(recipe: EngineRecipe, say: Callable[[str], None]) -> E
 
 
 class _DraftSources(NamedTuple):
-    """What `build` gives the speculator: a draft model, draft heads, and a watcher of steps.
+    """The sources of drafts for the speculator: a draft model or heads, and a watcher of steps.
 
     The model's layer for multi-token prediction takes the place of draft heads. The weights of the
     draft model and of the heads are not read yet.
@@ -312,8 +312,8 @@ def _with_chosen_activation_bits(recipe: EngineRecipe, say: Callable[[str], None
 def _draws_ahead(facts: BackendFacts, options: SpeculationOptions, *proposers: object) -> bool:
     """Whether a step may start before the host knows the tokens that the previous step sampled.
 
-    Only some backends, such as GPUs, support that. Speculation is not possible then; the
-    speculation method "auto" prefers such steps to drafts.
+    Only some backends, such as GPUs, support such steps, and speculation is not possible with them.
+    The speculation method "auto" prefers them to drafts.
     """
     is_free = options.method == "off" or (options.method == "auto" and options.count is None)
     return facts.draws_ahead > 0 and is_free and not any(proposers)
@@ -350,7 +350,7 @@ def build_speculator(
 
 
 def _start_other_ranks(recipe: EngineRecipe) -> RankGroup | None:
-    """Start a process for each rank but this one; return None if the model has a single rank."""
+    """Start a process for each other rank; return None if the model has a single rank."""
     if recipe.mesh.num_ranks == 1 or recipe.options.compute.backend == "reference":
         return None
     from twostroke.backends.parallel.rank_group import RankGroup  # not needed in one process

@@ -1,4 +1,4 @@
-"""Failures of steps: ends only the requests that fail, and makes steps smaller without memory."""
+"""Handles failed steps: ends only the requests at fault; makes steps smaller if memory is short."""
 
 from __future__ import annotations
 
@@ -42,12 +42,13 @@ FATAL: Final = RanksLostError, DeviceLostError
 class StepLimit:
     """Limits the number of tokens in a step after a step failed for lack of memory.
 
-    After some steps without a shortage the limit doubles. Each shortage doubles the number of these
-    steps, so that failing steps are rare.
+    After a number of steps without a shortage of memory the limit doubles. Each shortage doubles
+    this number, so that failing steps become rare.
 
     Attributes:
-        lowered_tokens: the maximum number of tokens of a step since memory was short; None if it is
-            as usual. It may be above the budget while more requests run than the budget has tokens.
+        lowered_tokens: the lowered maximum number of tokens of a step, after a shortage of memory;
+            None if the usual budget applies. It may be above the budget if more requests run than
+            the budget has tokens.
         num_shortages: steps that failed because the memory was too short.
     """
 
@@ -100,7 +101,7 @@ class StepLimit:
 
 
 def run_each(plan: StepPlan, error: Exception, run: Run, fail: Fail) -> StepResult:
-    """Run each request of a failed step alone, so that only requests at fault end.
+    """Run each request of a failed step alone, so that only the requests at fault end.
 
     `error` is the error of the step. `fail` is called for each request that fails again. Returns
     the results of all requests as the result of the step.

@@ -55,7 +55,7 @@ class Outputs:
     def submit_gradually(self, listeners: Iterable[RequestListener]) -> None:
         """Submit the requests of a large call as the engine's queue has room.
 
-        Requests without room follow while outputs are read.
+        The requests for which there is no room yet are submitted while outputs are read.
 
         Raises:
             OverloadedError: the queue has no room for the first request.
@@ -71,7 +71,7 @@ class Outputs:
 
     @property
     def is_open(self) -> bool:
-        """Whether a reader must continue: some requests of the call have outputs not yet read."""
+        """Whether a reader must continue, because some requests of the call have unread outputs."""
         return bool(self.num_open or self._waiting)
 
     def cancel(self) -> None:
@@ -85,7 +85,7 @@ class Outputs:
         deliver([(listener.mailbox, listener.cut(FinishReason.CANCEL)) for listener in waiting])
 
     def count_output(self, output: Output) -> None:
-        """Take note that `output` was read; the last output of a request ends the request."""
+        """Record that `output` was read; the last output of a request ends the request."""
         self._num_ended += output.finish_reason is not None
 
     @property
@@ -108,7 +108,7 @@ class Outputs:
         self._loop.flush()  # no policy needs to wait for more requests to fill a batch
 
     def _submit_first(self) -> None:
-        """Submit the first request of the call that still waits for room in the engine's queue."""
+        """Submit the first of the call's requests that wait for room in the engine's queue."""
         # Counted as open first: the engine may end the request within `submit`.
         self.request_ids.append(self._waiting[0].request.id)
         listener = self._waiting.popleft()

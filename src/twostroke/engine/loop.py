@@ -333,7 +333,7 @@ class EngineLoop:
     def _release_ended(self) -> None:
         """Free the state that the backend and the draft proposers have of ended requests.
 
-        Requests in steps in flight are kept for later.
+        The state of requests in steps in flight is freed later.
         """
         ended_requests, self._ended_requests = self._ended_requests, []
         for request in ended_requests:
@@ -346,7 +346,7 @@ class EngineLoop:
     def _start(self, plan: StepPlan) -> None:
         """Let proposers add draft tokens to a planned step, and start it.
 
-        A backend without steps in flight computes the step in `_finish`.
+        A backend that cannot have steps in flight computes the step in `_finish`.
         """
         self._heartbeat.begin()
         if self.on_step is not None:
@@ -477,7 +477,8 @@ def _undo_later_steps(
 ) -> None:
     """Undo all steps in flight but the oldest, which failed.
 
-    The later steps depend on its rows. `recall` undoes the newest planned step in the scheduler.
+    The later steps depend on rows of the failed step. `recall` undoes the newest planned step in
+    the scheduler.
     """
     while len(steps) > 1:
         step = steps.pop()

@@ -51,7 +51,7 @@ class MtpLayer(Frozen):
         target: the model.
         spec: the `mtp_spec` of the model.
         program: the layer's Program.
-        tensors: the layer's weights; some are the target's.
+        tensors: the layer's weights; it shares some of them with the target model.
         is_optional: whether the engine starts without the layer if it cannot be built.
     """
 
@@ -67,8 +67,8 @@ class MtpLayer(Frozen):
     ) -> Self | None:
         """Open a model's MTP layer if the options use it; else return None.
 
-        The method "auto" uses the layer unless draft heads or a draft model are named, or the
-        backend or several ranks prefer no drafts at all.
+        The method "auto" uses the layer, except if the options name draft heads or a draft model,
+        or if the backend, or the division over several ranks, works better without drafts.
 
         Raises:
             UsageError: the method is "mtp", and the model has no MTP layer.
@@ -98,8 +98,8 @@ class MtpLayer(Frozen):
     ) -> EagleHeads | None:
         """Read the layer's weights, and return the layer as a proposer of draft tokens.
 
-        The layer shares the threads of `backend`: close it before `backend`. Returns None if it is
-        optional and cannot be built.
+        The layer shares the threads of `backend`: close it before `backend`. Returns None if the
+        layer is optional and cannot be built.
 
         Raises:
             MemoryLimitError: the keys and values do not fit into memory with the target's.
@@ -141,7 +141,7 @@ class MtpLayer(Frozen):
         )
 
     def _packed_tensors(self, compute: ComputeOptions) -> Mapping[str, QuantTensor]:
-        """Return the layer's weights; for native kernels, matrices of floats in a small format.
+        """Return the layer's weights; for native kernels, float matrices are quantized to Q8_0.
 
         Experts stay as they are, since a row reads only a few.
         """
@@ -164,10 +164,10 @@ class MtpLayer(Frozen):
 
 
 def _num_draft_ids(card: ModelCard, spec: ModelSpec) -> int:
-    """Return how many tokens, from the lowest id on, the layer can propose.
+    """Return the number of token ids, from 0 on, that the layer can propose.
 
-    Tokenizers give frequent tokens low ids. The logits of a large vocabulary would take a large
-    part of a small model's step.
+    Tokenizers give frequent tokens low ids. Computing the logits of a whole large vocabulary would
+    take a large part of a small model's step.
     """
     row = card.cost.per_step().of(BatchShape.decode((0,)))
     num_paying = int(_HEAD_SHARE * row.flops / (2 * spec.hidden_size))

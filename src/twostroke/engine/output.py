@@ -1,4 +1,4 @@
-"""Outputs of the engine: what each step adds to an answer, and how outputs reach their readers."""
+"""Outputs of the engine: the tokens that a step adds to an answer, and their delivery."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Usage(Frozen):
     """Token counts of one choice (answer) of a request.
 
     `cached_tokens` are prompt tokens that the prefix cache had. `accepted_tokens` and
-    `rejected_tokens` are draft tokens; accepted ones are part of `completion_tokens`.
-    `reused_tokens` of `completion_tokens` were computed for an equal request.
+    `rejected_tokens` are draft tokens; the accepted tokens are also counted in `completion_tokens`.
+    `reused_tokens` is the part of `completion_tokens` that was computed for an identical request.
     """
 
     prompt_tokens: int
@@ -78,19 +78,21 @@ class Output(Struct, array_like=True, gc=False, repr_omit_defaults=True):
     Attributes:
         index: the number of the choice.
         text: new text. It has complete characters only; text that may begin a stop string is held
-            back, so `token_ids` and `logprobs` can be ahead of it.
+            back, so `token_ids` and `logprobs` can be ahead of the text.
         token_ids: new tokens.
         logprobs: one entry for each new token, if requested.
         prompt_logprobs: one entry for each prompt token but the first, if requested; sent with or
             before the first token.
         finish_reason: why the choice ended; only the last output has it.
         stop: the stop string or token id that ended the choice; only in the last output.
-        num_read: prompt tokens computed so far, in outputs up to the first token, if requested.
-        usage: token counts, in outputs with `num_read`, with the first token, and in the last.
+        num_read: number of prompt tokens computed so far, if requested; in outputs up to the first
+            token.
+        usage: token counts; only in outputs with `num_read`, with the first token, and in the last
+            output.
         timings: only in the last output.
         error: the failure that ended the choice.
-        embedding: the vector of a text to embed, which has only this output.
-        schema_miss: the rule of its JSON schema that the answer breaks, although it was generated
+        embedding: the vector of a text to embed; each text has a single output.
+        schema_miss: the rule of its JSON schema that the answer breaks, even after it was generated
             again; only in the last output.
     """
 
@@ -127,8 +129,8 @@ class AnswerChunk(Frozen, repr_omit_defaults=True):
     """A chunk of an answer to a conversation, while the answer is generated.
 
     A call is in `tool_calls` once it is complete. Token ids and log-probabilities can be ahead of
-    the text. The last chunk has `finish_reason`, `usage` and `timings`. Its `schema_miss` is the
-    rule of its JSON schema that the answer breaks, although it was generated again.
+    the text. The last chunk has `finish_reason`, `usage` and `timings`. `schema_miss` in the last
+    chunk is the rule of its JSON schema that the answer breaks, even after it was generated again.
     """
 
     index: int
@@ -151,7 +153,7 @@ class Completion(Frozen):
     `logprobs` has an entry for each token, and `prompt_logprobs` one for each prompt token but the
     first; both are empty if not requested. In the answer to a conversation, `reasoning` and
     `tool_calls` are separate from `text`. `schema_miss` is the rule of its JSON schema that the
-    answer breaks, such as `uniqueItems (#)`, although it was generated again.
+    answer breaks, such as `uniqueItems (#)`, even after it was generated again.
     """
 
     index: int
@@ -225,9 +227,9 @@ class Mailbox(Frozen):
     Attributes:
         put: called with each output.
         schedule: `schedule(put_all, outputs)` arranges that `put_all(outputs)` is called in the
-            reader's thread, as the `call_soon_threadsafe` of an event loop does. It is called
-            once a step for all mailboxes with an equal `schedule`. Without it, `put` is called
-            in the engine's thread.
+            reader's thread, as the `call_soon_threadsafe` of an event loop does. `schedule` is
+            called once in a step for all mailboxes that share it. If it is None, `put` is called in
+            the engine's thread.
     """
 
     put: Callable[[Output], None]

@@ -34,8 +34,8 @@ class PoolAccess:
        transfer brings, its data is written through `state_memory`, and `add_state` publishes it.
     6. `end` ends the transfer, also after an error.
 
-    `drop` lets requests compute the missing pages while a peer may still write to them. Pages that
-    are read are held with a `lease`.
+    `drop` lets requests compute the missing pages, although another engine may still write to the
+    transfer's pages. To read pages from the pool, hold a `lease` on them.
 
     Attributes:
         scheduler: the engine loop's scheduler, for callers that hold the lock.
@@ -43,15 +43,15 @@ class PoolAccess:
             called then.
         state_memory: the memory of the slots for recurrent states; None without such states.
         on_submit: functions that are called under the lock with each waiting request. They must
-            return quickly. A function that starts a transfer returns True, and the functions
-            after it are not called. It calls `on_request_queued` later to offer them the
-            remaining pages.
+            return quickly. A function that starts a transfer returns True, and the functions after
+            it are not called. It calls `on_request_queued` later, so that those functions can start
+            transfers of pages that are still missing.
         on_end: functions that are called under the lock with each request that ends.
         count: returns the counts of the KV offload tiers.
-        flush: waits up to a number of seconds until used pages are written to the tiers; False
-            if some are not written by then.
-        on_close: functions that are called before the pages are freed, and end all transfers.
-            They return False if a transfer cannot be ended.
+        flush: waits up to a number of seconds until used pages are written to the tiers; returns
+            False if some pages are not written by then.
+        on_close: functions that are called before the pages are freed, and end all transfers. They
+            return False if a transfer cannot be ended.
         lock: the engine loop's lock. No step begins or ends while a thread holds it.
     """
 
@@ -183,9 +183,10 @@ class PoolAccess:
             return self._transfers.lease_state(key)
 
     def num_pages_before(self, keys: Sequence[bytes], num_pages: int) -> int:
-        """Return after how many pages a sequence has its longest snapshot before `num_pages`.
+        """Return the length in pages of a sequence's longest snapshot; see `Transfers`.
 
-        `keys` are the keys of its pages. The caller holds the lock.
+        `keys` are the page keys of the sequence. Only snapshots shorter than `num_pages` pages
+        count. The caller holds the lock.
         """
         return self._transfers.num_pages_before(keys, num_pages)
 

@@ -157,7 +157,8 @@ def with_reasoning_budget(
 ) -> SamplingParams:
     """Return `params` with the budget of a conversation's reasoning, if `thinking` has one.
 
-    A budget that the request does not set itself is lowered below the context length.
+    If the budget comes from a default instead of the request, it is lowered below the context
+    length.
     """
     budget = thinking.budget
     if budget is None:
@@ -197,7 +198,7 @@ def with_shared_lengths(
     messages: Sequence[Mapping[str, Any]],
     render: Callable[[Sequence[Mapping[str, Any]]], Prompt],
 ) -> Hints:
-    """Return hints with the lengths of beginnings that later prompts of a chat will share.
+    """Return hints with the lengths of the prefixes that later prompts of a chat will share.
 
     `hints` are returned unchanged for models without recurrent layers, which share prefixes of any
     length. `tokens` are the token ids of `prompt`, and `render` makes such a prompt of messages.
@@ -225,8 +226,8 @@ def encode_turn(
 ) -> tuple[list[int], SamplingParams, Hints, ContentMarks | None]:
     """Return the token ids of a conversation, and the parameters and hints of its answer.
 
-    Also returns the marks around the text of the answer. A model that reasons before it answers
-    gets a constraint on its reasoning with the parameters.
+    Also returns the marks around the text of the answer; None without marks. For a model that
+    reasons before it answers, the returned parameters have a constraint on the reasoning.
 
     Raises:
         RequestError: the model has no chat template, or the template refuses the messages.
@@ -256,9 +257,10 @@ def chat_of(card: ModelCard) -> Chat:
 
 @contextmanager
 def _within_context(card: ModelCard, field: str) -> Iterator[None]:
-    """Raise ContextLengthError, which names the prompt's field, for a too long prompt.
+    """Return a context manager whose ContextLengthError names the prompt's field.
 
-    The tokenizer's own error, raised in the `with` block, names no field.
+    The tokenizer's error, raised in the `with` block for a prompt that is too long, names no field,
+    so it is replaced.
     """
     try:
         yield

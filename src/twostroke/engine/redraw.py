@@ -85,11 +85,11 @@ class EncodedPrompt(Frozen):
         return client.generate(self.tokens, self.params, self.caller, self.hints)
 
     def redrawer(self, client: Client, grammar: GrammarMatcher | None = None) -> Redrawer | None:
-        """Return an object that checks answers against their JSON schema; None without need.
+        """Return an object that checks answers against their JSON schema; None if not needed.
 
         The grammar that constrains an answer enforces most rules of a JSON schema. No check is
-        needed if it enforces all. `grammar` is the compiled constraint of the parameters; without
-        it, the constraint is compiled here.
+        needed if the grammar enforces all rules. `grammar` is the compiled constraint of the
+        parameters; without it, the constraint is compiled here.
 
         Raises:
             RequestError: the constraint cannot be used.
@@ -174,7 +174,7 @@ class Redrawer:
                 self._held_paths = checked_paths(unenforced_keywords, form.text)
 
     def new_sent_part(self) -> SentPart:
-        """Return an empty record for the outputs of one answer that a stream sends."""
+        """Return a new `SentPart`, to record the outputs of one answer that a stream sends."""
         preface = None if self._preface is None else ReasoningSplitter(self._preface)
         return SentPart(HoldBackDetector(self._held_paths), preface)
 

@@ -1,4 +1,4 @@
-"""Turns what steps compute for one request into the outputs that its caller reads."""
+"""Turns the results of steps for one request into the outputs that its caller reads."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class RequestListener(ABC):
         return self._complete(Output(self.index, self._rest(), (), error=error), reason)
 
     def _rest(self) -> str:
-        """Return text that a subclass held back because of a stop string; empty by default."""
+        """Return text that was held back because it may begin a stop string; empty by default."""
         return ""
 
     def _complete(

@@ -15,7 +15,7 @@ DEFAULT_WAIT_S: Final = 300.0
 
 
 class AnswerProgress(Frozen):
-    """The part of an answer that its caller has, after the death of the engine that computed it.
+    """The part of an answer that was delivered before the engine that computed it died.
 
     Another engine continues the answer after this part. It computes the keys and values of the
     tokens again, and samples only the tokens that follow. Times are on the monotonic clock of the
@@ -94,8 +94,8 @@ class ResumptionLimits(Frozen):
     """How long a call continues after the engine processes that computed it have died.
 
     Attributes:
-        max_attempts: the most times that a call continues in another process.
-        max_wait_s: the longest time that a call waits for another process.
+        max_attempts: maximum number of times that a call continues in another process.
+        max_wait_s: maximum number of seconds that a call waits for another process.
     """
 
     max_attempts: int = DEFAULT_ATTEMPTS
@@ -106,8 +106,9 @@ class ResumptionTotals:
     """Counts the calls that continued in another engine process.
 
     Attributes:
-        num_resumed: calls that continued, each as often as it did.
-        pause_s: the sum of their pauses, from the death to the next output.
+        num_resumed: how often calls continued in another process.
+        pause_s: the sum of the pauses of these calls, from the death of the process to the next
+            output.
         max_pause_s: the longest of these pauses.
     """
 
@@ -118,7 +119,7 @@ class ResumptionTotals:
         self.max_pause_s = 0.0
 
     def add_pause(self, pause_s: float) -> None:
-        """Count a call that has got its first output after a death."""
+        """Count a call that has got its first output after the death of its engine process."""
         self.num_resumed += 1
         self.pause_s += pause_s
         self.max_pause_s = max(self.max_pause_s, pause_s)

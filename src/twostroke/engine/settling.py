@@ -1,8 +1,8 @@
 """Decides how an answer that breaks its JSON schema is generated again, for Python and the server.
 
 The new answer has the same seed, and the wrong value is excluded, so that the text before the value
-does not change. If new answers break the schema at the same offset several times, shorter and
-shorter prefixes of the value are excluded.
+does not change. If new answers break the schema at the same offset again, shorter and shorter
+prefixes of the value are excluded.
 
 `settling` is a generator that does no work itself. It yields each check and each new answer that it
 needs, and gets the result with `send`. `engine/redraw.py` blocks while the work is done;
@@ -55,7 +55,7 @@ class CheckedPart:
         schema: the JSON schema of the part.
         is_strict: whether an answer that breaks the schema is an error.
         kind: "text" or "call", for reports.
-        index: the number of the part's content block in a stream that has blocks.
+        index: the number of the part's content block, in APIs whose streams have content blocks.
     """
 
     text: str
@@ -66,7 +66,7 @@ class CheckedPart:
 
 
 class Miss(NamedTuple):
-    """A rule of its JSON schema that a part of an answer breaks.
+    """A part of an answer that breaks its JSON schema, and the broken rule.
 
     `num_before` is the number of the answer's characters before the part.
     """
@@ -116,13 +116,13 @@ class SentText(Protocol):
     def may_change(self, part: CheckedPart, start: int) -> bool:
         """Whether an answer may be generated again from the offset `start` of a part.
 
-        It may not if the stream has sent the text there.
+        The answer may not be generated again if the stream has sent text after this offset.
         """
 
     def num_shown(self, miss: Miss) -> int:
         """Return how many characters of the answer the stream has sent.
 
-        `miss` is the rule that the answer breaks, and in which part.
+        `miss` says which part of the answer breaks which rule.
         """
 
     def is_continued_by(self, answer: Completion) -> bool:
@@ -204,7 +204,7 @@ def _find_miss(
 
 
 def is_complete_json(text: str) -> bool:
-    """Whether a text is a complete JSON value, not a beginning that was cut.
+    """Whether a text is a complete JSON value, rather than only the beginning of one.
 
     A number is never complete, because digits could follow.
     """
@@ -239,8 +239,9 @@ def text_of_tokens(answer: Completion, tokenizer: Tokenizer) -> str | None:
 def exclusions(written: str | None, miss: Miss, level: int) -> Iterator[ExcludedPrefix]:
     """Yield the texts that the next answer must not begin with, after an answer broke its schema.
 
-    At level 0 the excluded text ends after the wrong value; each higher level halves the part of
-    the value that is excluded, so that more other values are excluded with it.
+    At level 0 the excluded text is the answer up to the end of the wrong value. Each higher level
+    halves the excluded part of the value, so that more values that begin in the same way are
+    excluded.
     """
     part = miss.part.text
     start, end = wrong_span(part, miss.fault)

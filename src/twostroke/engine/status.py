@@ -69,7 +69,7 @@ class LoopHeartbeat:
         self._step_end_s: float | None = None  # end of the last step; None after a pause
 
     def pause(self, condition: Condition, timeout_s: float | None) -> None:
-        """Sleep until `condition` is notified or `timeout_s` is over, as there are no requests."""
+        """Sleep until `condition` is notified or `timeout_s` is over; there are no requests."""
         self._step_end_s = None
         condition.wait(timeout=timeout_s)
 
@@ -110,8 +110,8 @@ class LoopHeartbeat:
 class RequestView:
     """A running request, as the dashboard and `RunningRequests` show it.
 
-    Times are on the engine's clock, and 0 until the event. `pages` has the request's page indices,
-    a tuple for each cache group; missing pages are `NO_PAGE`.
+    Times are on the engine's clock; a time is 0 until its event. `pages` has the request's page
+    indices, a tuple for each cache group; missing pages are `NO_PAGE`.
     """
 
     id: str
