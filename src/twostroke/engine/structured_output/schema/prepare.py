@@ -71,7 +71,7 @@ class Prepared(Frozen):
 
     @property
     def json_form(self) -> Mapping[str, Any]:
-        """llguidance's options for how answers write JSON, such as white space and escapes."""
+        """The options of llguidance for how answers write JSON, such as white space and escapes."""
         return with_escapes(JSON_FORM) if self.escapes else JSON_FORM
 
 
