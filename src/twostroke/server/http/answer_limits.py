@@ -1,4 +1,4 @@
-"""Which request fields limit the number of answers and their tokens, for each path.
+"""Tables of the request fields that limit the number of answers and answer tokens, by API path.
 
 The server and the router use these tables.
 """
@@ -24,11 +24,12 @@ class AnswerFields(Frozen):
             counts.
         counts: fields with the number of answers per prompt; the first field that is set
             counts.
-        has_best_of: whether `best_of`, if the server accepts it, may request more answers.
+        has_best_of: whether the field `best_of`, if the server accepts it, may raise the number
+            of answers.
         inside: the field whose object has the fields of `limits`, such as Ollama's `options`;
-            empty if the request itself has them.
-        default: the maximum number of answer tokens if no field is set; None for all that the
-            context has room for.
+            empty if these are fields of the request itself.
+        default: the maximum number of answer tokens if no field is set; None for no limit but the
+            context length.
         min_tokens: the maximum number of answer tokens is raised to at least this number.
         zero_is_unlimited: whether a maximum of 0 means no limit; negative numbers always mean
             no limit.
@@ -45,7 +46,7 @@ class AnswerFields(Frozen):
     has_several_prompts: bool = False
 
     def first_limit(self, request: object) -> int | None:
-        """Return the most tokens that an answer may have, as a decoded request asks.
+        """Return the maximum number of tokens per answer that a decoded request sets.
 
         The fields named in `limits` are read as attributes of `request`. If all are None, the
         result is `default`.
@@ -53,10 +54,10 @@ class AnswerFields(Frozen):
         return self._first(self.limits, lambda name: getattr(request, name))
 
     def num_tokens(self, values: Mapping[str, int], context_length: int) -> int:
-        """Return the most tokens that an answer may have, from the values of a request's fields.
+        """Return the maximum number of tokens that an answer may have, at most `context_length`.
 
-        The result is at most `context_length`, which is also the result if the request has no
-        limit.
+        `values` has the values of the request's fields by name. Without a limit, the result is
+        `context_length`.
         """
         limit = self._first(self.limits, values.get)
         if limit is None or limit < 0 or (limit == 0 and self.zero_is_unlimited):

@@ -55,7 +55,7 @@ class Key(Frozen, kw_only=True):
             salt or a slow hash would not add security.
         weight: the tenant's share of the engine under load, relative to other tenants.
         classes: the service tiers that requests may have; None for all. If the default tier is not
-            among them, requests that name no tier have the first.
+            among these tiers, a request that names no tier gets the first of them.
         limits: the limits of the key.
         overflow: whether a router may send its requests to APIs of vendors (`--overflow`).
         created_at: when the key was created.

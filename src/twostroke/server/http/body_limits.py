@@ -39,7 +39,7 @@ class BodyMemory:
     """
 
     def __init__(self, max_bytes: int, max_tenant_bytes: int) -> None:
-        """Begin without bodies.
+        """Start with no counted bodies.
 
         `max_bytes` limits the bodies of all tenants together, and `max_tenant_bytes` the bodies of
         each tenant.
@@ -96,10 +96,11 @@ class Nesting(NamedTuple):
 
 
 def nesting_of(body: bytes, max_depth: int) -> Nesting:
-    """Measure how deeply a JSON text is nested before it is decoded, since decoding recurses.
+    """Measure how deeply a JSON text is nested, without decoding it.
 
-    The result is an upper bound if the text has at most `max_depth` brackets. The time is
-    proportional to the text's length for any content, and other threads can run.
+    Decoding recurses, so a server must refuse texts that are nested too deeply before it decodes
+    them. If the text has at most `max_depth` brackets, the result is only an upper bound. The time
+    is proportional to the text's length for any content, and other threads can run meanwhile.
     """
     num_brackets = body.count(b"[") + body.count(b"{")
     if num_brackets <= max_depth:

@@ -142,9 +142,9 @@ class Boundary:
 
 
 def _begin(scope: Scope, body_memory: BodyMemory) -> ServedRequest:
-    """Create the `ServedRequest` for a new request, in which all layers note facts.
+    """Create the `ServedRequest` for a new request, which the inner layers complete.
 
-    In the scope, an alias of the path is replaced by the path itself.
+    If the path in the scope is an alias, the path that it stands for replaces it.
     """
     to_origin_form(scope)
     headers = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}
@@ -173,9 +173,10 @@ def _begin(scope: Scope, body_memory: BodyMemory) -> ServedRequest:
 
 
 def _without_repeats(path: str) -> str:
-    """Return a path without a slash at its end, doubled slashes and a doubled `/v1`.
+    """Remove a slash at the end, doubled slashes and a doubled `/v1` from a request's path.
 
-    Clients send them if their base URL ends with a slash, or with the `/v1` that they add.
+    Clients send such paths if their base URL ends with a slash, or already ends with the `/v1` that
+    the client adds.
     """
     path = _REPEATED_VERSION.sub("", _SLASHES.sub("/", path))
     return path[:-1] if len(path) > 1 and path.endswith("/") else path

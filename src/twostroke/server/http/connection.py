@@ -32,7 +32,7 @@ _BODY_END: Final[Message] = {"type": "http.response.body", "body": b""}
 
 
 class HttpConnection(H11Protocol):
-    """One client's HTTP connection: uvicorn's protocol class, with limits on time and size.
+    """One client's HTTP connection: uvicorn's protocol class, with limits on times and sizes.
 
     It closes the connection of a client that does not finish a request's headers in time, or that
     does not read the response.
@@ -102,7 +102,7 @@ class HttpConnection(H11Protocol):
         self._time_headers()
 
     def eof_received(self) -> None:
-        """Send response bytes that are still held, when the client has closed its sending side."""
+        """When the client closes its sending side, send the response bytes that are still held."""
         self.transport.flush()
 
     def on_response_complete(self) -> None:

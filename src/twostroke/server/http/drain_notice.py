@@ -104,8 +104,9 @@ class DrainNotice:
 def aws_has_notice(address: str) -> bool:
     """Return whether AWS has given notice that it interrupts this EC2 spot instance.
 
-    The item `spot/instance-action` appears two minutes before. Requests have a session token
-    (IMDSv2), since instances may refuse those without.
+    The notice is the metadata item `spot/instance-action`, which appears two minutes before the
+    interruption. The request sends a session token (IMDSv2), since an instance may refuse requests
+    without a token.
     """
     ttl = {"x-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_TTL_S)}
     status, token = _fetch(f"{address}/latest/api/token", ttl, method="PUT")
@@ -127,8 +128,8 @@ def gcp_has_notice(address: str) -> bool:
 def azure_has_notice(address: str) -> bool:
     """Return whether Azure evicts this spot VM, which ends at least 30 seconds later.
 
-    A VM also gets the events of others in its scale set or availability set: those count only if
-    they name this VM.
+    The metadata service also lists events of other VMs in the same scale set or availability set;
+    an event counts only if it names this VM.
     """
     headers = {"metadata": "true"}
     status, body = _fetch(f"{address}/metadata/scheduledevents?api-version=2020-07-01", headers)
@@ -187,12 +188,13 @@ def _fetch(url: str, headers: Mapping[str, str], method: str = "GET") -> tuple[i
 
 @contextmanager
 def _shut_down_late(sock: socket.socket) -> Iterator[None]:
-    """Shut a socket down if the block takes longer than `_TIMEOUT_S`.
+    """Shut a socket down if the `with` block takes longer than `_TIMEOUT_S`.
 
-    The socket's own timeout is for each part of a response, which may have any number of parts.
+    The socket's own timeout limits each read only, and a slow response may need any number of
+    reads.
 
     Raises:
-        TimeoutError: the block took longer, however it ended.
+        TimeoutError: the block took too long, even if it ended without an error.
     """
     is_late = threading.Event()
     own_sock = sock.dup()  # TLS replaces the original

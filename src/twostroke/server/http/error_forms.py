@@ -1,4 +1,4 @@
-"""Error bodies of Anthropic, llama-server and Ollama, and which of them a request gets."""
+"""Error bodies of Anthropic, llama-server and Ollama, and the choice of the form by path."""
 
 from __future__ import annotations
 

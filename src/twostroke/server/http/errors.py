@@ -268,9 +268,9 @@ def _openai_body(error: TwostrokeError, _request_id: str, naming: Naming) -> byt
 
 
 def context_counts(error: TwostrokeError) -> tuple[int | UnsetType, int | UnsetType]:
-    """Return how many tokens a prompt has that is too long, and how many the context holds.
+    """Return the length of a prompt that is too long, and the context length, in tokens.
 
-    Both are UNSET for other errors.
+    Both are UNSET if `error` is not about a prompt that is too long.
     """
     facts = dict[str, Any](error.facts)
     if not isinstance(error, ContextLengthError) or "context_length" not in facts:

@@ -93,7 +93,7 @@ class RequestLimits(Frozen):
 
 
 def check_headers(scope: Scope, limits: RequestLimits, *, path: str) -> None:
-    """Check that a request's path and headers are not too large, and its body has one length.
+    """Check that a request's path and headers are not too large, and its framing is clear.
 
     `path` is the path as the client sent it.
 

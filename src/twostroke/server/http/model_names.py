@@ -49,10 +49,11 @@ class ModelNames(Frozen):
     takes_any: bool = False
 
     def find(self, name: str | None) -> str:
-        """Check the model name of a request, and return the name that the response repeats.
+        """Check the model name of a request, and return the model name for the response.
 
-        This is the client's own spelling, if it is short. Case, an owner before the name
-        (`openai/NAME`) and the tag `:latest` are ignored.
+        The response has the client's own spelling, or the served name if that spelling is long or
+        not printable. For the check, case, an owner before the name (`openai/NAME`) and the tag
+        `:latest` are ignored.
 
         Raises:
             ModelNotFoundError: no served model has this name.

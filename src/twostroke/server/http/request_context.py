@@ -1,4 +1,4 @@
-"""The facts of one request and its response, for errors, logs and traces; without any text."""
+"""The facts of one request for errors, logs and traces, without text of prompts or answers."""
 
 from __future__ import annotations
 
@@ -112,14 +112,15 @@ class ServedRequest:
             it may use; raises if the key's limits do not allow them now.
         admit: awaited by a router before it forwards the request; raises if limits that several
             routers share do not allow it now.
-        settle: awaited by a router before it sends the end of the response; returns when the usage
-            of the request is safe, or cannot be made safe soon.
+        settle: awaited by a router before it sends the end of the response; returns when the
+            request's usage is in the shared store, or cannot be written there soon.
         holds_end: whether the end of a response is held back until `settle` has returned.
         is_usage_counted: whether `settle` has counted the usage of the request.
         is_client_gone: whether the client disconnected before the end of the response.
         trace_id: the id of the trace; empty without traces.
-        resume_header: the header by which a trusted router asks for records; else empty.
-        stream_records: records of the stream that a router has added to the body.
+        resume_header: the header by which a trusted router asks for stream records, with which
+            another server can continue the stream; else empty.
+        stream_records: records of the stream's earlier part, which a router has added to the body.
         body_memory: counts the bytes of clients' bodies; None for an internal request.
         answer_source: returns where the answers come from, an `AnswerSource`.
     """

@@ -1,4 +1,4 @@
-"""JSON responses and server-sent events, and the end of work for clients that disconnect."""
+"""JSON responses, server-sent events, and cancelling work when the client disconnects."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class JsonInChunks(Response):
     ) -> None:
         """Prepare a response with the JSON of `body(parts)`.
 
-        That JSON must contain `parts`, which are encoded already, as one list.
+        `body` must put all `parts`, JSON values that are encoded already, into one list.
         """
         marker = b'"%b"' % secrets.token_hex(16).encode()
         # The list is encoded with a marker in place of the parts, so that they are not copied.

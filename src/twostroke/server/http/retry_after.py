@@ -73,22 +73,22 @@ async def within_timeout(served_request: ServedRequest) -> AsyncIterator[None]:
 
 
 class RetryAfter:
-    """Spreads the times at which refused clients should retry, as fast as the engine serves.
+    """Spreads the times at which refused clients should retry, at the rate of the engine.
 
-    All refused clients are assumed to retry, so each gets a later time than the last. If the times
-    would exceed the maximum, they are chosen at random up to the maximum. Call the methods only in
-    the event loop's thread.
+    All refused clients are assumed to retry, so each gets a later time than the one refused before
+    it. Times over the maximum are replaced by random times up to the maximum. Call the methods only
+    in the event loop's thread.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin without refused clients; `clock` returns monotonic seconds."""
+        """Start with no refused clients; `clock` returns monotonic seconds."""
         self._clock = clock
         self._due_s: dict[str, float] = {}  # by service tier: when the last refused client is done
 
     def put_off(self, error: OverloadedError, service_tier: str) -> None:
-        """Set the retry time of a refused request after the times of its tier's earlier requests.
+        """Give a refused request a later retry time than earlier refused requests of its tier.
 
-        The time is stored as the fact `room_s` of `error`, in seconds from now.
+        `error` is the refusal; its fact `room_s` gets the time, in seconds from now.
         """
         room_s, turn_s = error.facts.get("room_s"), error.facts.get("turn_s")
         if not isinstance(room_s, float):

@@ -33,12 +33,13 @@ class ServerLoad(Frozen, kw_only=True):
 
     Attributes:
         epoch: changes with each start of the server or its engine.
-        numerics: servers with equal numerics give equal answers; of the first model.
-        numerics_by_model: the same of each model that was loaded.
+        numerics: a text for the first model's numerics; servers with equal texts give equal
+            answers.
+        numerics_by_model: this text for each model that was loaded, by name.
         prompt_tokens, cached_tokens: counts since the start.
         horizon_s: seconds since the last use of the page that was evicted last; pages used later
             are still in the prefix cache. Unloading a model evicts its pages.
-        context_length: of the first model.
+        context_length: the context length of the first model.
         prefill_per_decode: the number of prefill engines that a decode engine like this can use,
             once it has been measured.
         keeps_files: whether the server has files and batches.

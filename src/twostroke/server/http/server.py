@@ -146,7 +146,8 @@ async def run(
         listener: the socket from `bind`.
         on_ready: called with the server's URL once it answers.
         on_stop: called with the number of running requests at the first signal.
-        notice: where the notice appears that this machine will end; it counts as a signal.
+        notice: waits for the notice that this machine will be taken away, which counts as the
+            first signal.
     """
     url = _url(listener)
     watchdog = Watchdog(lambda: application.health.is_well)
@@ -308,7 +309,7 @@ class _Shutdown:
 
 
 async def _drain_on_notice(notice: DrainNotice, shutdown: _Shutdown) -> None:
-    """Drain the server when there is a notice that this machine will end."""
+    """Drain the server when there is a notice that this machine will be taken away."""
     await notice.wait()
     _logger.warning("This machine will end (--drain-notice %s): the server stops.", notice.source)
     shutdown.on_notice()
