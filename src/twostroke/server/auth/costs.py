@@ -24,9 +24,10 @@ _ESTIMATES: Final = SumTable("cost_estimates", _OWNER_COLUMNS, _ESTIMATE_COLUMNS
 
 
 class CostOwner(NamedTuple):
-    """What costs are for: a day in UTC, an upstream or `REPLICAS_SIDE`, its model, and a currency.
+    """The key of a sum of costs: a day in UTC, an upstream, its model, and the currency.
 
-    The model is empty for the hours of replicas.
+    The costs of the router's own replicas, which are paid by the hour, have the upstream
+    `REPLICAS_SIDE` and an empty model.
     """
 
     day: str
@@ -38,7 +39,8 @@ class CostOwner(NamedTuple):
 class CostAmount(NamedTuple):
     """The requests, the tokens and the cost of a `CostOwner`; `input` includes `cached`.
 
-    `estimated_requests` and `estimated_nanos` are the part that no answer has reported.
+    Costs are in billionths of the currency. `estimated_requests` and `estimated_nanos` count the
+    requests whose answers did not report usage, so that their cost was estimated.
     """
 
     owner: CostOwner
@@ -70,6 +72,6 @@ def amounts(db: Connection, since: str, until: str) -> list[CostAmount]:
 
 
 def damaged_owners(db: Connection, since: str, until: str) -> list[CostOwner]:
-    """Return whose costs are damaged in the database, from the day `since` to the day `until`."""
+    """Return the owners of damaged cost rows, from the day `since` to the day `until`."""
     rows = _TABLE.read(db, since, until, is_damaged=True)
     return [CostOwner(*owner) for owner, _ in rows]

@@ -48,7 +48,10 @@ class KeyMissingError(TwostrokeError):
 
 
 class ApiKeys:
-    """The API keys of a server: fixed keys of a file, and keys of the database, which may change.
+    """The API keys of a server: fixed keys, and keys of the database, which may change.
+
+    Fixed keys come from a file or an environment variable.
+
 
     Only digests are stored. The time of a lookup can reveal only how a digest begins, which does
     not help to guess a key. Call the methods only in the event loop's thread.
@@ -136,7 +139,7 @@ class ApiKeys:
 
     @property
     def are_required(self) -> bool:
-        """Whether requests need an API key, because there are keys or have been."""
+        """Whether requests need an API key; keys that were deleted later still count."""
         return self._asks or bool(self._router_digest)
 
     @property
@@ -207,18 +210,18 @@ class ApiKeys:
         return list(self._stored_by_id.values())
 
     def take_uses(self) -> dict[str, int]:
-        """Return the API keys used since the last call, to store the times of their last use.
+        """Return the API keys used since the last call of this method, to store their last use.
 
-        The result has the minute of the last use by key id.
+        The result has, by key id, the minute of the key's last use, as Unix time.
         """
         ids = self._ids_with_unwritten_use
         self._ids_with_unwritten_use = set()
         return {id_: self._last_used[id_] for id_ in ids}
 
     def put_back(self, uses: Iterable[str]) -> None:
-        """Return the last uses of these key ids from the next `take_uses` again.
+        """Make the next `take_uses` return the last uses of these key ids again.
 
-        They could not be written to the database.
+        Call this if the uses could not be written to the database.
         """
         self._ids_with_unwritten_use.update(uses)
 
@@ -322,9 +325,10 @@ def _tenant_key(scope: Scope) -> Key:
 
 
 def _is_surely_a_path(path: Path) -> bool:
-    """Whether an error may show a value of `--api-keys`: it is no key in place of a file.
+    """Whether a value of `--api-keys` is a path, not a key that a user passed by mistake.
 
-    The file exists, or a folder exists for it. Keys may have slashes, too.
+    Errors may show paths, but never keys. A value counts as a path if the file or its folder
+    exists; a slash alone does not tell, since keys may have slashes, too.
     """
     has_folder = path.parent.name != "" and path.parent.is_dir()
     return has_folder or os.path.lexists(path)

@@ -82,8 +82,9 @@ class Bucket:
 class KeyLimiter:
     """Enforces the rate limits of one API key; a request may start if no bucket is empty.
 
-    Before a request is computed it takes the maximum number of tokens that it may use, and gives
-    the unused tokens back at its end. So only the last started request can exceed the limit.
+    Before a request is computed, it takes the maximum number of tokens that it may use, and gives
+    the unused tokens back at its end. So a bucket can become negative only by the last request that
+    was started.
 
     Attributes:
         buckets: the limits per minute by name, "requests" and "tokens".
@@ -118,7 +119,7 @@ class KeyLimiter:
                 bucket.resize(per_minute, now_s)
 
     def refusal(self) -> Refusal | None:
-        """Return why the API key may not start a request now, and when it may; None if it may now.
+        """Return a refusal if the API key may not start a request now; None if it may.
 
         The refusal has the reason, and the seconds after which a request may start.
         """
@@ -129,7 +130,7 @@ class KeyLimiter:
         return None
 
     def parallel_refusal(self) -> Refusal:
-        """Return the refusal of a request, because as many requests as the key may run are open."""
+        """Return the refusal of a request because the key's limit of parallel requests is used."""
         limit = counted_noun(self._parallel or 0, "request", form=",")
         return f"this key may run {limit} at the same time", self._mean_s
 
@@ -242,7 +243,7 @@ class Spending:
         self._limiter.hold(num_tokens)
 
     def end(self, num_tokens: int) -> None:
-        """Give the unused tokens of a request back, which has used `num_tokens`."""
+        """Give the unused tokens of a request back; it has used `num_tokens`."""
         self._limiter.end(self._began_s, num_held=self._num_tokens, num_used=num_tokens)
 
 
@@ -250,8 +251,8 @@ class LimitCheck:
     """The ASGI layer that refuses requests over their API key's limits, before it reads bodies.
 
     Inner layers call `ServedRequest.reserve` with the maximum number of tokens of a request, and
-    `ServedRequest.used` has their number at its end, so the layer needs no engine. Nothing is
-    stored, so a server starts with full buckets.
+    `ServedRequest.used` has the number of used tokens at the request's end, so this layer needs no
+    engine. Nothing is stored, so a server starts with full buckets.
     """
 
     def __init__(self, app: ASGIApp, counts: Callable[[str], bool]) -> None:

@@ -153,8 +153,8 @@ def newest_change(db: Connection) -> int:
 def all_keys(db: Connection) -> list[tuple[Key, int | None]]:
     """Return all API keys of the database, the oldest first, each with its last use.
 
-    The last use is a minute, as Unix time; None for a key that has not been used. A key with a
-    damaged row is logged and left out, so the server refuses it.
+    The last use is a minute, as Unix time; None for a key that has not been used. A key whose row
+    is damaged is logged and left out, so the server refuses requests with this key.
     """
     keys = []
     for *record, last_used in db.execute(

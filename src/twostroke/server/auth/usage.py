@@ -27,9 +27,9 @@ _TABLE: Final = SumTable(
 
 
 class Owner(NamedTuple):
-    """The owner of a count of usage: a day in UTC, a key id, a tenant, a model, and batch or not.
+    """The key of a sum of usage: a day in UTC, a key id, a tenant, a model, and batch or not.
 
-    The key id is empty for requests without a key.
+    The key id is empty for requests without an API key.
     """
 
     day: str
@@ -72,11 +72,11 @@ class UsageBook:
     """
 
     def __init__(self, model: str, clock: Callable[[], float] | None = None) -> None:
-        """Begin without usage.
+        """Start with no usage.
 
         Usage is counted by the server's own model names; requests that name no model count for
-        `model`. `clock` returns the Unix time by which a request belongs to a day; None for this
-        machine's clock.
+        `model`. `clock` returns the Unix time that decides to which day a request belongs; None
+        for this machine's clock.
         """
         self._model = model
         self._clock = clock
@@ -86,12 +86,12 @@ class UsageBook:
 
     @property
     def is_empty(self) -> bool:
-        """Whether all usage has been taken to be written to the database."""
+        """Whether the caller has taken all usage, so that none waits to be written."""
         return not self._rows
 
     @property
     def num_requests(self) -> int:
-        """The number of requests whose usage was not taken yet."""
+        """The number of requests whose usage `take` has not returned yet."""
         return sum(counts[0] for counts in self._rows.values())
 
     def observe(self, served_request: ServedRequest) -> None:
@@ -112,13 +112,13 @@ class UsageBook:
         """Do nothing, since the `KeyRefresher` has already taken and written all usage."""
 
     def take(self) -> Rows:
-        """Return the usage since the last call, which the caller writes to the database."""
+        """Return the usage since the last call of `take`; the caller writes it to the database."""
         rows = self._rows
         self._rows = {}
         return rows
 
     def put_back(self, rows: Rows) -> None:
-        """Add usage again that was taken, but could not be written."""
+        """Add usage that `take` has returned, but that could not be written, again."""
         for owner, counts in rows.items():
             row = self._row(owner)
             row[:] = [count + added for count, added in zip(row, counts, strict=True)]
@@ -150,7 +150,7 @@ def amounts(db: Connection, since: str, until: str) -> list[Amount]:
 
 
 def damaged_owners(db: Connection, since: str, until: str) -> list[Owner]:
-    """Return whose usage is damaged in the database, from the day `since` to the day `until`."""
+    """Return the owners of damaged usage rows, from the day `since` to the day `until`."""
     rows = _TABLE.read(db, since, until, is_damaged=True)
     return [_owner_of(owner) for owner, _ in rows]
 

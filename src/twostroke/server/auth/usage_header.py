@@ -36,11 +36,11 @@ class ReportedUsage(Frozen):
 
 
 class UsageReporter:
-    """The ASGI layer that reports token counts to a router, which sends `x-twostroke-usage`.
+    """The ASGI layer that reports token counts to a router.
 
-    The response header of the same name has prompt, cached and completion tokens. A stream's header
-    has the counts before its first bytes, and its last line the final counts, unless the stream
-    failed.
+    The router sends the header `x-twostroke-usage`. The response header of the same name has the
+    numbers of prompt, cached and completion tokens. The header of a stream has the counts before
+    the first bytes; the last line of a stream that did not fail has the final counts.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -48,7 +48,7 @@ class UsageReporter:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request to the inner layers, and add token counts to its response if asked."""
+        """Pass a request to the inner layers; add token counts if the request has the header."""
         if scope["type"] != "http" or not any(name == USAGE_HEADER for name, _ in scope["headers"]):
             await self._app(scope, receive, send)
             return
