@@ -163,7 +163,7 @@ def _is_utf8(text: bytes | mmap | msgspec.Raw) -> bool:
 
 
 def _is_json_without_lone_surrogates(text: bytes | mmap | msgspec.Raw) -> bool:
-    """Whether a text would be valid JSON without its escaped halves of surrogate pairs.
+    """Whether a text is valid JSON except for escapes of lone surrogates (half a pair).
 
     False for texts of more than 1 MiB, which are not decoded again.
     """

@@ -65,7 +65,7 @@ def _type_reason(mismatch: Mismatch) -> str:
 
 
 def _word_error(mismatch: Mismatch) -> RequestError:
-    """Return the error about a value that is not among the few words that its field accepts."""
+    """Return the error about a value of a field that only accepts some words (an enum)."""
     word = str(mismatch.actual)
     words = mismatch.expected
     advice = mismatch.advice

@@ -24,7 +24,7 @@ class RequestObject(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TaggedObject(RequestObject, tag_field="type"):
-    """The base of structs for JSON objects whose field `type` decides which struct they become.
+    """The base of structs for JSON objects in requests that the field `type` tells apart.
 
     Attributes:
         other_types: advice for clients that send an object of another type, by type; `*` is for
@@ -37,7 +37,7 @@ class TaggedObject(RequestObject, tag_field="type"):
 class Effect(StrEnum):
     """How the server treats a request field that it does not implement.
 
-    This only concerns values that change something; neutral values are always accepted.
+    This only concerns values that would change the answer; neutral values are always accepted.
     """
 
     REFUSED = "refused"  # without it the answer would mean something else
@@ -46,10 +46,9 @@ class Effect(StrEnum):
 
 
 class Fact(StrEnum):
-    """A value of the running server that the OpenAPI document's schemas mention.
+    """A placeholder in JSON Schemas for a fact of the running server, such as a limit.
 
-    Examples are model names and limits. The schemas have these placeholders, which
-    `ServerFacts.values` replaces.
+    When the OpenAPI document is built, the server's `ServerFacts.values` replace the placeholders.
     """
 
     LAST_ID = "{last token}"
@@ -116,7 +115,7 @@ def ignored(*neutral: object) -> Meta:
 
 
 def page_cache_only(value: str, *neutral: object) -> Meta:
-    """Return the annotation of a field that only matters if KV pages are stored beyond memory.
+    """Return the annotation of a field that matters only if KV pages are stored outside memory.
 
     `value` describes the field's values. A server without such storage ignores the field.
     """

@@ -28,7 +28,7 @@ class _StructFields:
     """The fields of a request struct, for the removal of unknown fields from request bodies.
 
     Attributes:
-        names: the names of all fields, with the tag's.
+        names: the names of all fields and of the tag.
         is_closed: whether the struct refuses unknown fields, which are then removed.
         searchable: the shapes of fields whose values may need a change.
         droppable_types: the types of fields that are ignored if their value is wrong.
@@ -42,9 +42,9 @@ class _StructFields:
 
 @dataclass(slots=True)
 class _Shape:
-    """Which values of a request field the removal of unknown fields may change.
+    """The facts about a field's type that the removal of unknown fields needs.
 
-    It describes the field's type. The search for unknown fields skips values without a shape.
+    A type whose values never need a change has no shape, and the search skips its values.
 
     Attributes:
         item: the shape of a list's items; None without a list, or if items need no change.
@@ -102,7 +102,8 @@ def drop_unknown(value: Any, kind: Any, where: str = "") -> list[Ignored]:
 class _LenientWalk:
     """One pass through a decoded body, which removes unknown fields.
 
-    `ignored` has a report for each kind of removed field; repeated fields are reported once.
+    The attribute `ignored` collects the reports of removed fields; a field that is removed several
+    times is reported once.
     """
 
     def __init__(self) -> None:
@@ -202,7 +203,7 @@ def _shape_of(kind: Any) -> _Shape | None:
 def _describe(kind: inspect.Type, fields_by_struct: dict[type, _StructFields]) -> _Shape | None:
     """Return the shape of a field's type, for the removal of unknown fields.
 
-    Returns None if the field's values never contain unknown fields or need another change.
+    Returns None if no value of the field ever needs a change.
     """
     shape = _Shape()
     all_parts = list(union_members([kind]))

@@ -1,4 +1,4 @@
-"""Fields that clients of other servers often send: hints, and fields not to ignore."""
+"""Unknown fields that clients often send: hints to ignore, and fields that must be refused."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ _NAMES_ANYWHERE: Final = frozenset(_MEDIA.split())
 
 
 def has_meaning(name: str, value: object, parent: str) -> bool:
-    """Whether a request cannot be answered correctly if one of its unknown fields is ignored.
+    """Whether ignoring an unknown request field would give a wrong answer.
 
     True for fields such as `tools` and `images`, unless their value is empty. `parent` is the path
-    of the object that has the field.
+    of the object that has the field; it is empty for fields of the body itself.
     """
     is_empty = value is None or value in (False, "", [], {}) or (name == "n" and value == 1)
     return not is_empty and (name in _NAMES_ANYWHERE or (not parent and name in _TOP_LEVEL_NAMES))
