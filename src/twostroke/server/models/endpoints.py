@@ -84,7 +84,7 @@ def _anthropic_model(name: str, card: ModelCard) -> AnthropicModel:
 
 
 def _page(cards: dict[str, ModelCard], query: dict[str, Any]) -> AnthropicModels:
-    """Return one part of the list of served models in Anthropic's form, as a query asks.
+    """Return the part of the list of served models that a query asks for, in Anthropic's form.
 
     `query` may have `limit`, and `after_id` or `before_id`.
     """

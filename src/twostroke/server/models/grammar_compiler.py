@@ -31,8 +31,8 @@ class GrammarCompiler:
     """Has an engine compile the constraints of answers, such as JSON schemas, one at a time.
 
     The server compiles a constraint before its request starts, so that a slow schema delays no
-    other request. Tenants take turns. The engine keeps the compiled grammars; this object caches
-    which rules of a schema they do not enforce.
+    other request. Tenants take turns. The engine keeps the compiled grammars; this object caches,
+    for each schema, the rules that its grammar does not enforce.
     """
 
     def __init__(
@@ -142,6 +142,6 @@ class GrammarCompiler:
             self._results.popitem(last=False)
 
     def _refusal(self, constraint: Constraint) -> str | None:
-        """Return why a constraint could not be compiled earlier; None if it is not known."""
+        """Return why an earlier compilation of a constraint failed; None if no failure is known."""
         result = self._results.get(constraint)
         return result if isinstance(result, str) else None

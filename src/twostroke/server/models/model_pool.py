@@ -59,7 +59,7 @@ class ModelPool:
 
     @property
     def health(self) -> Health:
-        """READY, as each request is answered when its model is loaded; STOPPED after `close`."""
+        """READY, since the pool loads a model when a request needs it; STOPPED after `close`."""
         return Health.STOPPED if self._has_ended else Health.READY
 
     @property
@@ -109,7 +109,10 @@ class ModelPool:
         return await self._default.embed(texts, params, caller)
 
     async def compile(self, constraint: Constraint, limit_s: float = math.inf) -> tuple[str, ...]:
-        """Compile a constraint in the first model's engine; return the rules not enforced."""
+        """Compile a constraint in the first model's engine.
+
+        Returns the schema rules that the grammar does not enforce.
+        """
         return await self._default.compile(constraint, limit_s)
 
     async def read(self, spans: Sequence[tuple[int, int]] = ()) -> EngineStatus:
@@ -117,7 +120,7 @@ class ModelPool:
         return await self._default.read(spans)
 
     def flush(self) -> None:
-        """Let the engines of all models start steps that they delay to gather more requests."""
+        """Make the engines of all models start steps that they delay to gather more requests."""
         for engine in self.engines.values():
             engine.flush()
 
@@ -152,7 +155,7 @@ class ModelPool:
             await wait_until_set(self._changed, _IDLE_TICK_S if is_idle else _TICK_S)
 
     def _decide(self) -> None:
-        """Load, unload and close models as `decide_residency` says."""
+        """Load and unload models, and close models to new requests, as `decide_residency` says."""
         now_s = time.monotonic()
         model_uses = [engine.model_use(now_s) for engine in self.engines.values()]
         for model_use in model_uses:

@@ -69,7 +69,7 @@ class OnDemandEngine:
     Attributes:
         num_bytes: the memory that the loaded model uses.
         default_keep_s: how many seconds the model stays loaded without a request.
-        keep_s: the same time, as set by the latest request that named a time.
+        keep_s: this time, as set by the latest request that named a time.
         is_closed: whether the model will be unloaded, so that new requests wait.
         num_loads, num_unloads, num_failed_loads: counts since the server's start.
         loading_s: the total time of loading.
@@ -90,7 +90,7 @@ class OnDemandEngine:
         Args:
             load_: the message that makes an engine process load the model.
             card: the model's facts.
-            ready: the engine's facts before the model is loaded for the first time.
+            ready: the engine's facts, such as its backend, until a process has sent its own.
             num_bytes: the memory that the loaded model uses.
             keep_s: how many seconds the model stays loaded without a request.
         """
@@ -356,7 +356,9 @@ class OnDemandEngine:
         return outputs
 
     async def compile(self, constraint: Constraint, limit_s: float = math.inf) -> tuple[str, ...]:
-        """Compile a constraint when the model is loaded; return the schema rules not enforced.
+        """Compile a constraint when the model is loaded.
+
+        Returns the schema rules that the grammar does not enforce.
 
         Raises:
             ModelNotLoadedError: loading the model failed a few seconds ago.
@@ -376,13 +378,13 @@ class OnDemandEngine:
         return await self._engine.read(spans)
 
     def flush(self) -> None:
-        """Let the engine start a step that it delays to gather more requests."""
+        """Make the engine start a step that it delays to gather more requests."""
         self._engine.flush()
 
     def attach(self, on_end: Callable[[], None]) -> None:
-        """Begin to work in the running event loop.
+        """Start to work in the running event loop.
 
-        `on_end` is called if no process will be started any more.
+        `on_end` is called if the supervisor gives up, so that no process can load the model.
         """
         self._engine.attach(on_end)
 
@@ -415,7 +417,7 @@ class OnDemandEngine:
         """Check that loading the model has not failed a few seconds ago.
 
         Raises:
-            ModelNotLoadedError: it has.
+            ModelNotLoadedError: loading failed a few seconds ago.
         """
         if self._refusal is not None and time.monotonic() < self._refusal[0]:
             raise self._refusal[1]
@@ -458,7 +460,7 @@ class OnDemandEngine:
     def on_death(self) -> bool:
         """Keep the requests for the next process, where running requests continue.
 
-        Returns whether one of them may have caused the death.
+        Returns whether one of these requests may have caused the process's death.
         """
         is_to_blame = self._engine.on_death()
         self.changed()
@@ -483,10 +485,11 @@ class OnDemandEngine:
 
 
 def _with_cache_size(recipe: EngineRecipe, available_bytes: int) -> tuple[EngineRecipe, CacheSize]:
-    """Choose the bytes of a model's KV cache, and return the recipe with them, and the cache.
+    """Choose the bytes of a model's KV cache.
 
-    The cache is as the engine will size it: of the same bytes, a model with recurrent layers may
-    have fewer slots for their states, and more pages, than in the free memory.
+    Returns the recipe with this number of bytes, and the numbers of pages and state slots that the
+    engine will make of them. For a model with recurrent layers, the engine may split these bytes
+    in another way than the free memory: into fewer state slots and more pages.
 
     Raises:
         MemoryLimitError: the model does not fit.
@@ -510,7 +513,7 @@ def _scheduler_config(recipe: EngineRecipe, size: CacheSize) -> SchedulerConfig:
 
 
 def _backend_facts(recipe: EngineRecipe, size: CacheSize) -> BackendFacts:
-    """Return the facts of a compute backend for a model that is not loaded."""
+    """Return backend facts that describe a model that is not loaded, with its future cache."""
     return BackendFacts(
         name="none",
         detail="not loaded",

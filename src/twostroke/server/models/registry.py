@@ -39,8 +39,8 @@ class ServedModel:
     ) -> None:
         """Register the model of `engine` under `name`.
 
-        `compile_timeout_s` limits the compilation of a constraint. With `parses_special`, special
-        tokens that are spelled out in a text become tokens.
+        `compile_timeout_s` limits the compilation of a constraint. With `parses_special`, the
+        spelling of a special token in a text, such as `<s>`, becomes that token.
         """
         self.name = name
         self.engine = engine

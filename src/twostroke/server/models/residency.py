@@ -63,7 +63,7 @@ class ModelUse(Frozen):
 class ResidencyDecision(Frozen):
     """The names of the models to load now, to unload now, and to close.
 
-    A closed model gets no more requests, since it will be unloaded.
+    A closed model gets no more requests: it is unloaded when its running requests have ended.
     """
 
     load: tuple[str, ...] = ()
@@ -72,11 +72,11 @@ class ResidencyDecision(Frozen):
 
 
 def retention_value(num_bytes: int, load_s: float, highest_unloaded_value: float) -> float:
-    """Return the value of a model in memory, when a request uses it; the lowest is unloaded first.
+    """Return the value of keeping a model in memory, computed whenever a request uses the model.
 
-    A model is worth more if it takes long to load, for each byte of its memory.
-    `highest_unloaded_value`, the highest value of the models unloaded so far, is added, so that
-    models that were not used for long fall behind.
+    The model with the lowest value is unloaded first. The value is the loading time per byte of
+    memory, plus `highest_unloaded_value`, the highest value of the models unloaded so far. This
+    sum grows over time, so a model that has not been used for long has a low value.
     """
     return highest_unloaded_value + load_s / max(1, num_bytes)
 
@@ -130,9 +130,10 @@ def decide_residency(
 
 
 def _waiting(model_uses: Iterable[ModelUse]) -> list[tuple[float, ModelUse]]:
-    """Return the unloaded models for which requests wait, in the order in which they load.
+    """Return the unloaded models for which requests wait, in the order in which to load them.
 
-    Each comes with the arrival time of its oldest request, by which the models are ordered.
+    Each pair has the arrival time of the model's oldest request, which gives the order, and the
+    model.
     """
     candidates = [
         (model_use.waiting_since_s, model_use)
