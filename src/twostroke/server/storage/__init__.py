@@ -1,4 +1,4 @@
-"""The data that outlives the process: one SQLite database, and a folder of files."""
+"""The data that outlives the server process: one SQLite database, and a folder of files."""
 
 from twostroke.server.storage.database import Records, open_database
 from twostroke.server.storage.folder import Folder, FolderMarker, RecordsError, Temporary

@@ -53,7 +53,7 @@ class Records:
 
     Only one process may open them at a time. Callers pass `work`, a function of a database
     connection, which must not keep the connection. Writes that wait at the same time share a
-    transaction, and so one sync of the disk. A write that raises is rolled back alone.
+    transaction, and so one sync of the disk. If a write raises, only that write is rolled back.
     """
 
     def __init__(self, path: Path) -> None:
@@ -91,7 +91,7 @@ class Records:
         Cancelling the caller does not stop the work. Exceptions of `work` are raised here.
 
         Raises:
-            RecordsError: the changes could not be written; none was made.
+            RecordsError: the changes could not be written, and no change was made.
         """
         return await asyncio.wrap_future(self.post(work))
 
@@ -150,8 +150,9 @@ class Records:
     def shrink(db: sqlite3.Connection) -> bool:
         """Return unused space of the database file to the file system.
 
-        Each call frees a limited number of database pages; the result tells whether more are left.
-        Does nothing for a database that an earlier version created without `auto_vacuum`.
+        Each call frees a limited number of unused database pages; the result tells whether unused
+        pages are left. Does nothing for a database that an earlier version created without
+        `auto_vacuum`.
         """
         [before] = db.execute("PRAGMA freelist_count").fetchone()
         for _ in range(min(before, _SHRINK_PAGES)):  # one call of `execute` frees one page
@@ -180,7 +181,7 @@ class Records:
             self._lost_records.make()
 
     def _clean_up(self) -> None:
-        """Repair the database at startup, and delete stored files that it does not name.
+        """Repair the database at startup, and delete stored files that no row names.
 
         Damaged rows are logged, and damaged ids are restored. While a row is damaged or lost, no
         file is deleted, since the row may have named the file.
@@ -262,8 +263,8 @@ def open_database(
 
     Args:
         path: the folder.
-        writes: lock the database for writing. The changes are on the disk after the block, and
-            rolled back if the block raises.
+        writes: lock the database for writing. The changes are on the disk after the `with` block,
+            and rolled back if the block raises.
         creates: create the folder and the database if they do not exist.
 
     Raises:
@@ -317,7 +318,7 @@ def _connect(path: Path) -> sqlite3.Connection:
 def _use_write_ahead_log(connection: sqlite3.Connection) -> None:
     """Turn on the database's write-ahead log, which lets readers and a writer work at once.
 
-    SQLite fails if another program does the same at the moment, so this retries.
+    SQLite fails if another program turns the log on at the same moment, so this function retries.
     """
     end_s = time.monotonic() + _LOCK_TIMEOUT_S
     while True:

@@ -1,4 +1,4 @@
-"""Stored files, which appear whole: written under a temporary name, synced, and renamed."""
+"""Stored files, which appear only when complete: written to a temporary name, synced, renamed."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class Temporary:
         An older file with this id is replaced.
 
         Raises:
-            RecordsError: the file may or may not have its final name; a retry is safe.
+            RecordsError: the disk fails; the file may have its final name or not. A retry is safe.
         """
         try:
             self._file.flush()

@@ -74,7 +74,7 @@ class DamagedRowError(RecordsError):
 def row_digest(values: Iterable[str | bytes | int | None]) -> str:
     """Return the BLAKE2b digest of a database row's values, in hexadecimal digits.
 
-    It is stored with the row. The values are in the order of `COLUMNS`.
+    The digest is stored with the row. The values are in the order of `COLUMNS`.
     """
     row_hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for value in values:

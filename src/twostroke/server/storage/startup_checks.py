@@ -23,7 +23,7 @@ NOUNS: Final = {
 
 
 def stored_ids(db: Connection, table: str) -> set[str]:
-    """Return the ids of all rows of a table, also if some of them are damaged.
+    """Return the ids of all rows of a table, including damaged ids.
 
     SQLite stores each id in the row and in an index; if damage made them differ, both are returned.
     """
@@ -53,7 +53,7 @@ def restore_ids(db: Connection) -> list[str]:
 def _restore_table(
     db: Connection, table: str, noun: str, row_ids: dict[int, str], index_ids: dict[int, str]
 ) -> list[str]:
-    """Repair the damaged ids and indexes of a table whose rows are all there.
+    """Repair the damaged ids and indexes of a table; only call this if no row is missing.
 
     Args:
         db: the database.
@@ -160,10 +160,10 @@ def is_log_cut_off(db: Connection, path: Path) -> bool:
 
 
 def _frame_salts(path: Path, page_size: int) -> list[bytes]:
-    """Return the salt of each frame of a database's write-ahead log, to tell which are current.
+    """Return the salt of each frame of a database's write-ahead log.
 
-    All frames since the last reset of the log have the same salt. The list is empty if the log does
-    not exist.
+    Salts show which frames are current: all frames since the last reset of the log have the same
+    salt. The list is empty if the log does not exist.
     """
     frame_bytes = _FRAME_HEADER_BYTES + page_size
     salts: list[bytes] = []

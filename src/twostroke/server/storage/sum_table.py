@@ -1,4 +1,4 @@
-"""Tables of sums by day: counts of an owner are added up, and damaged rows are noticed."""
+"""Database tables that sum up counts by day and owner, and notice damaged rows."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ if TYPE_CHECKING:
 
 
 class SumTable:
-    """A table whose rows have an owner, which begins with a day, and sums of counts.
+    """A database table with sums of counts, one row for each owner.
 
-    The columns of `row_digests.COLUMNS` are the owner's columns, and then the counts.
+    An owner is a tuple whose first value is a day, for example a day, a tenant and a model. In
+    `row_digests.COLUMNS`, the columns of the owner come first, and then the counts.
     """
 
     def __init__(
         self, name: str, owner_columns: tuple[str, ...], count_columns: tuple[str, ...]
     ) -> None:
-        """Prepare the statements for the table `name`."""
+        """Prepare the SQL statements for the table `name`."""
         columns = ", ".join((*owner_columns, *count_columns))
         placeholders = ", ".join("?" for _ in (*owner_columns, *count_columns, "row_digest"))
         increments = ", ".join(f"{count} = {count} + excluded.{count}" for count in count_columns)
@@ -53,9 +54,9 @@ class SumTable:
     def read(
         self, db: Connection, since: str, until: str, *, is_damaged: bool = False
     ) -> Iterator[tuple[tuple[Any, ...], tuple[Any, ...]]]:
-        """Yield the owners and counts from the day `since` to the day `until`.
+        """Yield the owner and the counts of each row from the day `since` to the day `until`.
 
-        Only intact rows, or with `is_damaged` only damaged rows.
+        Without `is_damaged`, damaged rows are left out; with it, intact rows are left out.
         """
         for row in db.execute(self._select, (since, until)):
             owner, counts = row[: self._num_owner_columns], row[self._num_owner_columns : -1]

@@ -1,4 +1,4 @@
-"""The file of a recorded trace, to which requests are appended; it never has text of requests."""
+"""The file of a recorded trace: requests are appended to it, without their text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_trace_file(path: Path) -> None:
     """Check that a trace can be recorded to `path`, before a model is loaded.
 
     Raises:
-        UsageError: the file cannot be written, is something else, or another server records to it.
+        UsageError: the file cannot be written or is no trace, or another server records to it.
     """
     os.close(_open_trace(path))
 
@@ -49,8 +49,8 @@ class TraceFile:
         The header has the `settings` of the server.
 
         Raises:
-            UsageError: the file cannot be written, is something else, or another server records
-                to it.
+            UsageError: the file cannot be written or is no trace, or another server records to
+                it.
         """
         self._path = path
         self._descriptor: int | None = _open_trace(path)
@@ -70,11 +70,11 @@ class TraceFile:
             self._append(msgspec.json.encode(header) + b"\n")
 
     def unix_s(self, monotonic_s: float) -> float:
-        """Return the Unix time of a monotonic time."""
+        """Convert a time of the monotonic clock to Unix time."""
         return round(self._epoch_s + monotonic_s, 3)
 
     def tenant_hash(self, name: str) -> str:
-        """Return a short hash of a tenant's name, whose key is never stored."""
+        """Return a short keyed hash of a tenant's name; the key of the hash is never stored."""
         if not name:
             return ""
         import hashlib
