@@ -191,7 +191,8 @@ def _schemas(kinds: tuple[Any, ...]) -> Parts:
 def _structs_without_tag(kinds: tuple[Any, ...]) -> set[type[msgspec.Struct]]:
     """Return the structs that never share a union with another struct.
 
-    A tag such as `type` tells the structs of a union apart, so these structs need no tag.
+    These structs need no tag in their schemas, since a tag such as `type` only tells the structs
+    of a union apart.
     """
     all_structs: set[type[msgspec.Struct]] = set()
     in_unions = set(get_args(Item))
@@ -326,7 +327,8 @@ def _body(operation: RouteDescription, kind: type[msgspec.Struct], facts: Server
 def _responses(operation: RouteDescription, forms: list[ErrorForm], *, needs_key: bool) -> Parts:
     """Build the OpenAPI descriptions of a route's responses, by HTTP status.
 
-    `forms` are the forms of its errors; `needs_key` tells whether it needs an API key.
+    `forms` are the forms of the route's errors; `needs_key` tells whether the route needs an API
+    key.
     """
     form = forms[0]
     ids = ["x-request-id", *([form.id_header.decode()] if form.id_header else [])]

@@ -67,7 +67,8 @@ class RouteDescription(Frozen):
         media: the JSON Schemas of responses of other media types, by media type. The schema for
             application/json is an alternative to `answer`.
         form: the schema of a multipart/form-data body; empty for a JSON body.
-        may_be_unready: whether the same response also comes with status 503.
+        may_be_unready: whether the route sends the same response with status 503 if the server is
+            not ready.
         errors: the classes of the errors besides `ANYWHERE`, the errors of all routes.
         examples: request bodies by name, without the model's name.
         parameters: the parameters of the path, the query and the headers, in OpenAPI's form.
