@@ -1,7 +1,8 @@
 """Bundles the JavaScript modules of the web UI into one script, and its style sheets into one.
 
-The sources are ES modules and CSS in one form: imports of names and exports of declarations, each
-at the beginning of a line. A module becomes a function that returns its exports.
+The sources are ES modules and CSS. Of ES modules, only imports of names and exports of declarations
+are understood, each at the beginning of a line. A module becomes a function that returns its
+exports.
 """
 
 from __future__ import annotations
