@@ -49,7 +49,7 @@ def describe_disaggregation(status: EngineStatus, card: ModelCard) -> dict[str, 
 def disaggregation_metrics(status: EngineStatus, card: ModelCard) -> Iterator[Metric]:
     """Yield the Prometheus metrics of KV transfers between prefill and decode engines.
 
-    An engine that is neither yields none.
+    Yields nothing for an engine that is neither a prefill nor a decode engine.
     """
     view = status.disaggregation
     if view is not None and view.decode_side is not None:
@@ -62,11 +62,11 @@ def disaggregation_metrics(status: EngineStatus, card: ModelCard) -> Iterator[Me
 
 
 def prefill_per_decode(status: EngineStatus, card: ModelCard) -> float | None:
-    """Return how many prefill engines a decode engine like this one can keep busy.
+    """Return how many prefill engines a fleet needs for each decode engine like this one.
 
-    Operators size a fleet by it. None before a measurement. The ratio is the time to prefill all
-    prompts so far, at the speed of the fastest prefill engine, over the time of the decode steps of
-    their answers.
+    The ratio is the time to prefill all prompts so far, at the speed of the fastest prefill engine,
+    divided by the time of the decode steps of their answers. None if this engine has no measurement
+    yet.
     """
     decode_side = status.disaggregation and status.disaggregation.decode_side
     decode = status.snapshot.phases.decode

@@ -67,7 +67,7 @@ class HealthReports:
 
     @property
     def is_well(self) -> bool:
-        """Whether requests are answered now, or will be when the engine has restarted."""
+        """Whether requests are answered now, or will be answered once the engine has restarted."""
         return self._engine.health in {Health.READY, Health.RECOVERING}
 
     def attach(self, on_end: Callable[[], None]) -> None:
@@ -105,7 +105,7 @@ class HealthReports:
         return to_json(HealthBody(status, self._name), 503, _RETRY_HEADERS)
 
     async def _live(self, _request: Request) -> Response:
-        """Answer GET /health/live with `ok`, since the process runs, whatever its engine does."""
+        """Answer GET /health/live with `ok`, in any state of the engine: the process runs."""
         return to_json(HealthBody("ok", self._name))
 
     async def _progress(self, _request: Request) -> Response:
@@ -168,7 +168,7 @@ def numerics_of(engine: ServedEngine) -> str:
 
 
 def _work_s(status: EngineStatus) -> float:
-    """Return the seconds that prefill of an engine's queue takes, at the engine's speed so far."""
+    """Estimate the seconds to prefill all prompts in an engine's queue, from its speed so far."""
     stats = status.snapshot.scheduler
     prefill = status.snapshot.phases.prefill
     s_per_token = prefill.time_s / prefill.rows if prefill.rows else 0.0

@@ -302,7 +302,11 @@ def _pool_metrics(pool: ModelPool) -> Iterator[Metric]:
 def _utilization_metrics(
     limits: MachineLimits | None, span: TimeSpan[Snapshot]
 ) -> Iterator[Metric]:
-    """Yield which shares of the machine's compute and memory bandwidth recent steps have used."""
+    """Yield the metrics of utilization: busy time, and used shares of compute and bandwidth.
+
+    `span` has the engine's statistics at the start and the end of a recent time. Without `limits`,
+    only the busy time is known.
+    """
     seconds = WINDOWS[0]
     phases = span.last.phases - span.first.phases
     totals_by_phase = {("prefill",): phases.prefill, ("decode",): phases.decode}

@@ -86,8 +86,8 @@ class Goodput:
     """Counts the answers that meet and miss latency objectives.
 
     An answer that failed, or was refused because the queue was full, misses all objectives. If the
-    client disconnected, the answer misses the objectives whose limits had passed. Call the methods
-    only in the event loop's thread.
+    client disconnected, the answer misses only the objectives whose limits had passed by then. Call
+    the methods only in the event loop's thread.
     """
 
     def __init__(
@@ -128,9 +128,10 @@ class Goodput:
         self._count(service_tier, MISSED, self.limits[service_tier], count)
 
     def leave(self, service_tier: str, count: int, waited_s: float, *, has_begun: bool) -> None:
-        """Count the objectives that answers missed whose client disconnected after `waited_s`.
+        """Count the objectives that answers missed before their client disconnected.
 
-        `has_begun` says whether their first token had arrived.
+        The client disconnected `waited_s` seconds after the request's arrival; `has_begun` says
+        whether the first token had arrived by then.
         """
         passed_measures = ("e2e",) if has_begun else ("queue", "ttft", "e2e")
         limits = self.limits[service_tier]
@@ -142,9 +143,9 @@ class Goodput:
         return Counter(self._counts)
 
     def recent(self, seconds: int = 60, ago_s: int = 0) -> tuple[Counts, int]:
-        """Return the counts of met and missed objectives in a recent time, and its seconds.
+        """Return the counts of met and missed objectives in a recent period, and its seconds.
 
-        The time has at most `seconds` full seconds, and ended `ago_s` seconds ago.
+        The period has at most `seconds` full seconds, and ended `ago_s` seconds ago.
         """
         span = self._seconds.span(seconds, ago_s)
         return span.last - span.first, span.seconds

@@ -29,10 +29,11 @@ class PageUsage(Frozen):
     """Which KV pages the running requests of an engine hold.
 
     Attributes:
-        counts: the number of requests that hold each page.
-        held_pages: the pages of all running requests, with the last request first.
-        holders: the request of each held page, as 1 + index.
-        groups: the cache group of each held page, as 1 + index.
+        counts: the number of requests that hold each page of the cache.
+        held_pages: the page indexes that the running requests hold, request by request, with the
+            last request first.
+        holders: 1 + the index of the request, for each entry of `held_pages`.
+        groups: 1 + the index of the cache group, for each entry of `held_pages`.
     """
 
     counts: NDArray[np.int32]
@@ -58,7 +59,7 @@ class PageUsage(Frozen):
         return cls(_int_array(view.counts), held_pages[is_page], holders[is_page], groups[is_page])
 
     def per_request(self, num_requests: int) -> tuple[list[int], list[int]]:
-        """Return how many KV pages each request holds, and how many of them it shares."""
+        """Return how many KV pages each request holds, and how many of these others hold, too."""
         shared = self.holders[self.counts[self.held_pages] > 1]
         counts = [
             np.bincount(owners, minlength=num_requests + 1) for owners in (self.holders, shared)
@@ -74,12 +75,15 @@ class PageUsage(Frozen):
 def page_map(pages: PageUsage, cached: tuple[int, ...], num_groups: int) -> dict[str, Any]:
     """Build the arrays with which the dashboard draws its map of KV pages, in base64.
 
-    A cell of the map stands for one page, or for several adjacent pages.
+    A cell of the map stands for one page, or for `pages_per_cell` adjacent pages; it then shows the
+    page with the most holders. The arrays have a value for each cell:
 
-    `cells`: 0 for a free page, 1 for a cached page, n for a page that n - 1 requests hold (255: 254
-    or more). A cell of several pages shows the page with the most holders. `owners`: 1 + the index
-    of the first running request that holds the page, 0 for none; little-endian uint16.
-    `cell_groups`: 1 + the cache group, 0 for none; None if there is only one group.
+    - `cells`: 0 for a free page, 1 for a cached page, n for a page that n - 1 requests hold; 255 if
+      254 or more requests hold it.
+    - `owners`: 1 + the index of the first running request that holds the page, 0 if no request
+      does; little-endian uint16.
+    - `cell_groups`: 1 + the index of the cache group, 0 for no group. The array is None if there is
+      only one group.
     """
     counts = pages.counts
     cells = np.minimum(counts + 1, 255).astype(np.uint8)
@@ -105,7 +109,7 @@ def page_map(pages: PageUsage, cached: tuple[int, ...], num_groups: int) -> dict
 
 
 def _cell_rows(pages: NDArray[Any], size: int) -> NDArray[Any]:
-    """Return a value for each KV page as an array (cells, pages_per_cell), padded with 0."""
+    """Reshape an array with a value for each KV page to (cells, pages_per_cell), padded with 0."""
     return np.pad(pages, (0, -len(pages) % size)).reshape(-1, size)
 
 

@@ -1,4 +1,8 @@
-"""Shows each tenant where its prompts part from earlier ones, at `/api/prompts`."""
+"""Shows each tenant where its prompts begin to differ from earlier prompts, at `/api/prompts`.
+
+A prompt parts from an earlier prompt at its first token that differs. The prefix cache cannot have
+the tokens after this parting.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +37,17 @@ _SHOWN_TOKENS: Final = 16  # before and after a parting
 
 
 class PartingRow(msgspec.Struct, frozen=True):
-    """The prompts of a tenant that parted at one point from an earlier prompt.
+    """Statistics of a tenant's prompts that first differ from an earlier prompt at one position.
 
     Attributes:
-        position: the number of tokens that they share with an earlier prompt.
-        num_prompts: how many prompts parted here.
-        num_after: their tokens from here on, which the prefix cache cannot have.
-        num_repeated: how many of these earlier prompts have, too; an estimate. They could be in
-            the prefix cache if the tokens that differ stood after them.
-        before, after: text of the newest of these prompts, around the point; null unless
-            `show_text` asks for it.
+        position: the number of tokens that the prompts share with an earlier prompt.
+        num_prompts: how many prompts differ from this position on.
+        num_after: the tokens of these prompts after the position, which the prefix cache cannot
+            have.
+        num_repeated: an estimate of how many of the tokens in `num_after` earlier prompts have,
+            too. They could be in the prefix cache if the tokens that differ stood after them.
+        before, after: the text before and after the position, in the newest of these prompts; null
+            unless the query has `show_text`.
     """
 
     position: int
@@ -54,13 +59,13 @@ class PartingRow(msgspec.Struct, frozen=True):
 
 
 class PromptsBody(msgspec.Struct, frozen=True):
-    """The response of `/api/prompts`: the partings of the tenant's prompts, costliest first.
+    """The response of `/api/prompts`: where the tenant's prompts differ from earlier prompts.
 
     Attributes:
         num_prompts, num_tokens: all prompts of the tenant since the server's start.
-        partings: the points, costliest first.
+        partings: the positions at which prompts first differ; the most repeated tokens come first.
         s_per_token: mean seconds of prefill for each prompt token that was computed; null before
-            the first one.
+            the first computed token.
     """
 
     num_prompts: int
@@ -70,7 +75,7 @@ class PromptsBody(msgspec.Struct, frozen=True):
 
 
 class _Example(PartingStatistics):
-    """Statistics of a parting, with some tokens of the newest prompt that parted there."""
+    """Statistics of a parting, with the tokens around it in the newest prompt that parted there."""
 
     def __init__(self, position: int) -> None:
         super().__init__(position)
@@ -86,7 +91,7 @@ class _TenantPartings:
         self.partings: OrderedDict[int, _Example] = OrderedDict()
 
     def add(self, prompt: Sequence[int], parting: Parting | None) -> None:
-        """Add a prompt."""
+        """Count a prompt and its parting; None if the prompt does not part from earlier prompts."""
         self.num_prompts += 1
         self.num_tokens += len(prompt)
         if parting is None:
@@ -105,7 +110,7 @@ class PromptDoctor:
     """Observes the prompts of all tenants; only the tenant itself can see text of its prompts."""
 
     def __init__(self, registry: CollectorRegistry, decode: Callable[[Sequence[int]], str]) -> None:
-        """Begin without prompts; `decode` makes text of tokens."""
+        """Start with no prompts; `decode` converts token ids to text."""
         self._decode = decode
         self._finder = PartingFinder()
         self._tenants: OrderedDict[str, _TenantPartings] = OrderedDict()
@@ -121,7 +126,7 @@ class PromptDoctor:
         )
 
     def observe(self, served_request: ServedRequest) -> None:
-        """Compare the prompts of a request that the engine has accepted with earlier ones."""
+        """Compare the prompts of a request that has ended with its tenant's earlier prompts."""
         work = served_request.running
         if not isinstance(work, RecordedWork):
             return
@@ -158,9 +163,9 @@ class PromptDoctor:
 
 
 def prompt_doctor_route(doctor: PromptDoctor | None, engine: ServedEngine) -> Route:
-    """Return the route of `/api/prompts`, which answers 404 without a doctor.
+    """Return the route of `/api/prompts`, which answers 404 if `doctor` is None.
 
-    `engine` computes the default model, and says how long prefill takes.
+    `engine`, the engine of the default model, reports how long prefill takes.
     """
 
     async def answer(request: Request) -> Response:

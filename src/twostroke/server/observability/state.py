@@ -1,4 +1,4 @@
-"""GET /api/state: the JSON from which the dashboard is drawn."""
+"""GET /api/state: the JSON data that the dashboard shows."""
 
 from __future__ import annotations
 
@@ -230,9 +230,9 @@ class DashboardState:
 
 
 def _objective_results(goodput: Goodput, seconds: int, ago_s: int = 0) -> dict[str, Any]:
-    """Return how many answers met and missed each latency objective in a recent time.
+    """Return how many answers met and missed each latency objective in a recent period.
 
-    The time has `seconds` seconds, and ended `ago_s` seconds ago.
+    The period has `seconds` seconds, and ended `ago_s` seconds ago.
     """
     if not goodput.has_objectives:
         return {"objectives": {}, "goodput": None}

@@ -1,4 +1,4 @@
-"""Records requests as a trace for `twostroke simulate`: times, lengths, shared beginnings."""
+"""Records requests as a trace for `twostroke simulate`: times, lengths and shared prefixes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class RecordedWork(Protocol):
-    """The work on a request whose answers are recorded; embeddings are not."""
+    """The work on a request that generates answers; only such requests are recorded."""
 
     @property
     def prompts(self) -> Sequence[Sequence[int]]:
@@ -52,7 +52,7 @@ class TraceRecorder:
     def __init__(
         self, path: Path, settings: Callable[[], ServerSettings | None] = lambda: None
     ) -> None:
-        """Open the trace at `path`, for a server that has the `settings` that a call returns.
+        """Open the trace at `path`; `settings()` returns the server's settings, if known.
 
         Raises:
             UsageError: as `TraceFile`.
@@ -98,7 +98,10 @@ class TraceRecorder:
         prompt: Sequence[int],
         shared: tuple[int, int] | None,
     ) -> TracedRequest:
-        """Return the line of one answer of a request."""
+        """Return the trace line for the answer `index` of a request.
+
+        `prompt` is the prompt of this answer, and `shared` the value of `TracedRequest.shared`.
+        """
         arrival_s = served_request.began_s
         result = work.results.get(index)
         if result is None:
