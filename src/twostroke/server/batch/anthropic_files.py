@@ -70,7 +70,7 @@ def to_metadata(file: FileBody) -> FileMetadata:
 def metadata_page(
     db: Connection, tenant: str, query: dict[str, str], ids: list[str]
 ) -> FileMetadataList:
-    """List one part of a tenant's stored files in Anthropic's form, as a query asks.
+    """Return the part of a tenant's list of files that a query asks for, in Anthropic's form.
 
     If `ids` is not empty, only the files with these ids are listed.
 

@@ -184,10 +184,10 @@ async def content_of(records: Records, id_: str, media_type: str, filename: str)
 async def store_with_record(
     records: Records, file: Temporary, id_: str, record: Callable[[], Awaitable[object]]
 ) -> None:
-    """Store a file's content and its database row: both or none, also if the client leaves.
+    """Store a file's content and its database row: both or none, also if the client disconnects.
 
-    After a disk error it is not known whether the row was written. The content then stays until a
-    later row is written, after which the database can tell.
+    After a disk error it is unknown whether the row was written. The content then stays until a
+    later write succeeds, so that the database can be asked for the row.
 
     Args:
         records: the server's database and file folder.
@@ -224,9 +224,9 @@ async def store_with_record(
 
 
 class StorageQuota:
-    """The disk quota of each tenant, and its parts reserved for uploads and results of batches.
+    """The disk quota of each tenant, with reservations for uploads and for results of batches.
 
-    A reservation keeps requests at the same time from exceeding the quota together. Call the
+    Because of the reservations, simultaneous requests cannot exceed the quota together. Call the
     methods only in the event loop's thread.
     """
 
@@ -257,7 +257,9 @@ class StorageQuota:
             self._reserved_bytes[tenant] -= max_bytes
 
     async def _reserve(self, records: Records, tenant: str, min_bytes: int, max_bytes: int) -> int:
-        """Reserve from `min_bytes` to `max_bytes` of a tenant's quota; return the reserved bytes.
+        """Reserve the free part of a tenant's quota, but at most `max_bytes`.
+
+        Returns the number of reserved bytes.
 
         Raises:
             BodySizeError: the tenant's quota has fewer than `min_bytes` left.
@@ -292,7 +294,7 @@ class StorageQuota:
         reservation.num_left -= num_bytes
 
     def release(self, reservation: QuotaReservation) -> None:
-        """Release a batch's reservation when its results are in files, which count themselves."""
+        """Release a batch's reservation: its results are now in files, which count themselves."""
         self._reserved_bytes[reservation.tenant] -= reservation.num_bytes
 
 
@@ -499,7 +501,7 @@ def delete(db: Connection, id_: str, tenant: str) -> None:
 
 
 def page(db: Connection, tenant: str, query: dict[str, str]) -> FileList:
-    """List one part of a tenant's stored files in OpenAI's form, as a query asks.
+    """Return the part of a tenant's list of files that a query asks for, in OpenAI's form.
 
     Raises:
         RequestError: a query parameter is not valid.

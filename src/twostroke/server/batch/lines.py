@@ -1,4 +1,4 @@
-"""The lines of a batch's input file, each a request: reads, validates and compares them."""
+"""Reads and validates the lines of a batch's input file, and finds lines that have changed."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ def next_lines(
         start: the position of the first line to read.
         done_lines: the numbers of lines to leave out, since they have results.
         limits: the limits of a request.
-        digests: the digests of the validated lines, so that changed lines are found; lines that
-            were appended after the validation are left out. None to check nothing.
+        digests: the digests of the validated lines, with which changed lines are found; lines that
+            were appended after the validation are left out. None if changes need not be found.
 
     Raises:
         InputChangedError: a line differs from its digest, or is missing.
@@ -237,7 +237,10 @@ def _decode_fields(
 
 
 def _huge_number_message(kind: type, text: bytes, path: str = "") -> str:
-    """Return the error about a number that no float can hold, such as 1e999; empty without one.
+    """Return the error message about a number that is too large for a float, such as 1e999.
+
+    Returns "" if the text has no such number.
+
 
     `kind` is the struct that the JSON `text` becomes, and `path` its path in the line.
     """

@@ -122,9 +122,9 @@ BODIES: Final[dict[str, type[msgspec.Struct]]] = {PATH: MessageBatchRequest}
 
 
 class _Requests(msgspec.Struct):
-    """The body of a new message batch, decoded only to a list of requests that are still JSON.
+    """The body of a new message batch, with its requests left as JSON.
 
-    Decoding all requests at once would block all threads for long.
+    Decoding all requests at once would block the other threads for long.
     """
 
     requests: Annotated[list[msgspec.Raw], Meta(min_length=1)]
@@ -236,7 +236,7 @@ class MessageBatches:
         return to_json(DeletedMessageBatch(id=batch.id))
 
     async def cancel(self, request: Request) -> Response:
-        """Answer POST of a message batch's `/cancel`: stop the batch and its running requests."""
+        """Answer POST of a message batch's `/cancel`: cancel the batch and its running requests."""
         db, runner = self._records()
         batch = await runner.cancel(await find(db, request, PROTOCOL))
         if batch.status not in {"cancelling", "cancelled"}:

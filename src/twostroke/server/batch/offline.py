@@ -106,8 +106,8 @@ class ResultFile:
             path: the final path of the file.
             resumes: whether to keep the intact results of an earlier run.
             replaces: whether to remove a file that already has the final name. An interrupted
-                run can leave one: the file of errors gets its final name before the file of
-                results does.
+                run can leave such a file of errors, which gets its final name before the file
+                of results does.
 
         Raises:
             UsageError: a file with the final name exists and `replaces` is false, or the
@@ -360,7 +360,7 @@ def _digest(length: int, *parts: str | bytes) -> str:
 def _with_digest(id_: str, body: bytes) -> bytes:
     """Return a result's id that ends with the digest of the result line `body`.
 
-    `body` has zeros in place of these digits.
+    To compute the digest, `body` must have zeros in place of the digest's digits.
     """
     return (id_[:-_RESULT_LENGTH] + _digest(_RESULT_LENGTH, body)).encode()
 

@@ -25,7 +25,7 @@ _logger = logging.getLogger("twostroke.serve")
 
 
 class AdaptiveLimit:
-    """Adapts how many requests of one batch run at the same time to how busy the server is.
+    """Limits how many requests of one batch run at the same time; a busy server lowers the limit.
 
     A request that is refused because the server is busy halves the limit and starts a pause of the
     batch, which is logged. Refusals of requests that were sent before the pause start no further
@@ -57,7 +57,7 @@ class AdaptiveLimit:
             await wait_until_set(self._changed, left_s if left_s > 0 else None)
 
     def send(self) -> float:
-        """Count a request that is being sent; return the present time, which `leave` takes."""
+        """Count a request that is being sent; return the current time, to pass to `leave`."""
         self._num_sent += 1
         return time.monotonic()
 
@@ -166,10 +166,11 @@ def since_boot_s() -> float:
 
 
 def with_boot_deadline(batch: Batch) -> Batch:
-    """Return a batch with its deadline also in seconds since the current boot.
+    """Return a copy of a batch that has its deadline also in seconds since the current boot.
 
-    The clock that counts from the boot cannot be set, so this deadline counts until the next boot.
-    After a boot only the wall clock knows how long the machine was off.
+    This deadline is used until the next boot, because the clock that counts seconds since the boot
+    cannot be set by hand. After a reboot the deadline in wall-clock time is used, since only the
+    wall clock has counted the time in which the machine was off.
     """
     left_s = seconds_left(batch)
     return replace(batch, boot=boot_id(), deadline_s=since_boot_s() + left_s)

@@ -97,7 +97,7 @@ class RemoteServer:
             await asyncio.sleep(min(pause_s, _MAX_PAUSE_S))
 
     def _checked(self, answer: InternalResponse) -> InternalResponse:
-        """Return a response whose body is one line of JSON, as a result file needs it.
+        """Return a copy of a response whose body is one line of JSON, as a result file needs it.
 
         A body that is not JSON, such as a proxy's error page, becomes the message of an error.
 

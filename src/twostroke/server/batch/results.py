@@ -35,7 +35,7 @@ _OK, _FAILED, _UNRUN = range(3)  # outcomes of a line
 
 
 class ResultFormat(Frozen):
-    """How a protocol writes the results of a batch, each as a JSON line without its line end.
+    """How a protocol writes the results of a batch: as JSON lines, here without line ends.
 
     Attributes:
         result: returns the result of a request, from its custom_id and its response.
@@ -68,8 +68,7 @@ class ResultFileWriter:
     async def finish(self, batch: Batch, form: ResultFormat) -> Batch:
         """Write the result files of a batch that sends no more requests; return its final state.
 
-        Batches of the same tenant wait for each other. The function `write_result_files` does the
-        work.
+        Calls `write_result_files`, but for one batch of each tenant at a time.
         """
         async with self._locks[batch.tenant]:
             ended_batch = await write_result_files(
@@ -100,9 +99,9 @@ async def write_result_files(
 ) -> Batch:
     """Write the result files of a batch that sends no more requests; return its final state.
 
-    The threads of `readers` write, in which tenants take turns. After a crash it is safe to call
-    this again: the new files replace the earlier files. The results stay in the database until
-    `stored_batches.drop_results`.
+    The threads of `readers`, in which tenants take turns, write the files. After a crash it is safe
+    to call this again: the new files replace the earlier files. The results stay in the database
+    until `stored_batches.drop_results` deletes them.
 
     Raises:
         RecordsError: a file or the database cannot be read or written.
@@ -160,9 +159,10 @@ def _write(
     output: Temporary,
     failures: Temporary,
 ) -> bool:
-    """Write batch results for a short time, and count their outcomes.
+    """Write results from `outcomes` to files for a short time, and count them in `counts`.
 
-    Returns whether more results remain. Between two calls, the batches of other tenants may write.
+    Returns whether more results remain; the caller then calls this function again, so that the
+    batches of other tenants can write in between.
     """
     until_s = time.monotonic() + _WRITE_SLICE_S
     for kind, body in outcomes:
@@ -202,7 +202,7 @@ def _outcomes(
 def _unrun_results(
     records: Records, batch: Batch, form: ResultFormat, limits: RequestLimits
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield the number of each input line, and the result that it gets if it was not run.
+    """Yield the number of each input line, and the result for the case that it was not run.
 
     Nothing is yielded if the input file has changed, and nothing after a line that is not valid.
     """

@@ -179,7 +179,10 @@ class BatchRunner:
             self._start_task(batch)
 
     async def cancel(self, batch: Batch) -> Batch:
-        """Cancel a batch on a client's request, unless it already ends; return its new state."""
+        """Cancel a batch on a client's request, unless it is already ending.
+
+        Returns the batch's new state.
+        """
         if not batch.is_open:
             return batch
 
@@ -208,7 +211,7 @@ class BatchRunner:
         self._tasks[batch.id] = asyncio.create_task(self._run(batch))
 
     async def _run(self, batch: Batch) -> None:
-        """Run a batch from one status to the next, from validation to its end."""
+        """Run a batch to its end, with one step for each status, such as `validating`."""
         steps: dict[Status, Callable[[Batch], Coroutine[Any, Any, Batch]]] = {
             "validating": self._validate,
             "in_progress": self._run_requests,
@@ -236,7 +239,10 @@ class BatchRunner:
                 table.pop(batch.id, None)
 
     async def _fail(self, batch: Batch, reason: stored_batches.LineError) -> Batch:
-        """Set a batch to end as failed; the results that it has are still written if possible."""
+        """Store that a batch will end as failed because of `reason`; return the batch.
+
+        The results that it already has are still written to files if possible.
+        """
         changes: dict[str, Any] = {"ends_as": "failed", "errors": (reason,), "num_errors": 1}
         status: Status = "finalizing"
         if reason is stored_batches.BROKEN and batch.status in {"finalizing", "cancelling"}:
@@ -267,6 +273,9 @@ class BatchRunner:
 
     async def _run_requests(self, batch: Batch) -> Batch:
         """Send a batch's requests that have no result, until all have ended or the batch must end.
+
+        The batch must end at its deadline, when it is cancelled, or after some errors.
+
 
         Returns the batch with its next status.
         """
@@ -420,7 +429,7 @@ class BatchRunner:
                     await has_slot.wait()
 
     async def _send(self, batch: Batch, line: BatchLine, has_slot: asyncio.Event) -> None:
-        """Send one batch request, again until the engine answers it, and store the result.
+        """Send one batch request, and retry until the engine answers it; store the result.
 
         While the batch pauses, other batches use its slots. `has_slot` is set once the request has
         a slot in the engine.
@@ -445,7 +454,8 @@ class BatchRunner:
     ) -> internal_requests.InternalResponse | None:
         """Send a batch request once, and return the response; None if it must be sent again.
 
-        A request during which the engine has died several times gets an error as its response.
+        If the engine has died several times while it computed this request, the result is an error
+        response.
         """
         assert self._app is not None
         sender = internal_requests.Sender(batch.tenant, BATCH_SERVICE_TIER, batch.key)
@@ -506,7 +516,7 @@ class BatchRunner:
             self.quota.release(reservation)
 
     async def _write(self, work: Callable[[Any], T]) -> T:
-        """Run `work` in a database transaction, again until the disk works; return its result."""
+        """Run `work` in a database transaction, and return its result; retry after disk errors."""
         while True:
             try:
                 return await self._records.write(work)
@@ -523,9 +533,10 @@ class BatchRunner:
 
 
 def _input_file_error(path: Path, error: OSError) -> Exception:
-    """Convert the error of reading a batch's input file to the exception that ends or delays it.
+    """Convert an error of reading a batch's input file to the exception that the runner handles.
 
-    A missing or replaced file ends the batch; after another error, reading is tried again.
+    The exception for a missing or replaced file ends the batch. After a `RecordsError`, for any
+    other error, reading is tried again.
     """
     if isinstance(error, FileNotFoundError):
         return error
@@ -535,6 +546,6 @@ def _input_file_error(path: Path, error: OSError) -> Exception:
 
 
 def _with_status(batch: Batch, status: Status, **changes: Any) -> Batch:
-    """Return a batch with a new status, the time when that began, and other changes."""
+    """Return a copy of a batch with a new status, its start time, and other changes."""
     since = batch.since if batch.status == status else {**batch.since, status: time.time()}
     return replace(batch, status=status, since=since, **changes)

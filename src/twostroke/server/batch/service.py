@@ -38,7 +38,7 @@ FORMS = {openai.PROTOCOL: openai.FORM, messages.PROTOCOL: messages.FORM}
 
 
 class BatchService:
-    """All that a server needs for files and batches: HTTP routes, batch runner and cleanup.
+    """The files and batches of a server: their HTTP routes, batch runner and cleanup.
 
     Without `--records`, the routes answer with an error that says how to start the server.
     """
@@ -133,7 +133,7 @@ class BatchService:
             await self._runner.start(app)
 
     def drain(self) -> None:
-        """Begin to stop all batches; the next server process continues them."""
+        """Start to stop all batches; the next server process continues them."""
         if self._sweeping is not None:
             self._sweeping.cancel()
         if self._runner is not None and self._stopping is None:

@@ -1,4 +1,4 @@
-"""Batches in the database: their facts, their status, and the results of their requests."""
+"""Batches in the database: their attributes, their status, and the results of their requests."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class Batch(Frozen, kw_only=True):
         input_file: the id of the input file, which has a request in each line.
         input_digest: the digest of the validated lines; empty before validation.
         window: the time that the batch may take, as the client wrote it.
-        expires_at: when the remaining requests expire.
-        boot, deadline_s: the same time as `deadline_s` seconds after the boot with this id.
+        expires_at: the deadline at which the remaining requests expire.
+        boot, deadline_s: the deadline in seconds after the machine's boot, and the id of this boot.
         output_expires_after_s: how long the files with results are stored; None for no limit.
         metadata: the client's labels.
         since: when each status began.
@@ -205,8 +205,9 @@ def page(
 ) -> list[Batch] | None:
     """Return up to `count` of a tenant's batches on one side of a cursor, newest first.
 
-    The batches are older than the batch with the id `cursor` or, without `is_older`, newer. Without
-    a cursor they are the newest. None if no batch has the cursor's id. Damaged rows are left out.
+    The batches are older than the batch with the id `cursor` or, without `is_older`, newer. If the
+    cursor is None, they are the newest. Returns None if no batch has the cursor's id. Damaged rows
+    are left out.
     """
     order = "DESC" if is_older else "ASC"
     comparison = "<" if is_older else ">"
@@ -336,7 +337,8 @@ def drop_results(db: Connection) -> bool:
 def _has_ended(db: Connection, id_: str) -> bool:
     """Return whether a batch has certainly ended, so that its stored results can be deleted.
 
-    Its intact database row says so, or the row was deleted. A damaged row could be open.
+    True if the batch's intact row says so, or if the row was deleted. A batch whose row is damaged
+    may still be open.
     """
     query = f"SELECT body, {_INTACT} FROM batches WHERE id = ? AND NOT is_open"  # noqa: S608 constants
     row = db.execute(query, (id_,)).fetchone()

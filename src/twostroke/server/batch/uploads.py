@@ -186,7 +186,7 @@ class Uploads:
         ]
 
     async def create(self, request: Request) -> Response:
-        """Answer POST /v1/uploads: begin an upload, whose parts follow in other requests."""
+        """Answer POST /v1/uploads: begin an upload; its parts follow in other requests."""
         records, tenant = self._records(), served_of(request.scope).tenant
         fields = await self._decode(PATH, request)
         if fields.bytes > self._limits.max_file_bytes:
