@@ -1,4 +1,4 @@
-"""Computes equal requests once: requests in flight share a run, and answers are stored for later.
+"""Computes equal requests once: requests in flight share one computation, and answers are cached.
 
 Two requests are equal if they must get the same tokens: the same model with the same numerics, the
 same prompts and sampling parameters, and no randomness, because the temperature is 0 or the request
@@ -61,8 +61,8 @@ class ReuseRule(Frozen):
     """Which answers of other requests a request may get, and whether others may get its answers.
 
     Attributes:
-        may_read: whether its answers may come from equal requests.
-        may_store: whether its answers may be given to equal requests.
+        may_read: whether this request may get answers of equal requests.
+        may_store: whether equal requests may get the answers of this request.
     """
 
     may_read: bool = True
@@ -72,8 +72,8 @@ class ReuseRule(Frozen):
 def reuse_rule(headers: Iterable[tuple[bytes, bytes]]) -> ReuseRule:
     """Return the rule that a request's `Cache-Control` header asks for.
 
-    `no-cache` asks for answers that are computed now, and `no-store` also keeps others from getting
-    them. Other directives have no effect.
+    With `no-cache`, the request's own answers are computed now. With `no-store`, other requests do
+    not get these answers, either. Other directives have no effect.
     """
     values = [value for name, value in headers if name == b"cache-control"]
     directives = {directive.strip().lower() for value in values for directive in value.split(b",")}
@@ -82,7 +82,7 @@ def reuse_rule(headers: Iterable[tuple[bytes, bytes]]) -> ReuseRule:
 
 
 class StoredAnswers:
-    """The answers to finished requests, by the digest of the request; the oldest use leaves first.
+    """An LRU cache of the answers to finished requests, by the digest of the request.
 
     Attributes:
         num_bytes: the estimated memory of all stored answers.
@@ -128,7 +128,7 @@ class StoredAnswers:
 
 
 class ReaderOutputs(UnreadOutputs):
-    """The outputs of a run as one of its requests reads them; a `ServedOutputs`.
+    """The outputs of a `SharedRun` for one of its requests; implements `ServedOutputs`.
 
     Attributes:
         source: where the outputs come from.
@@ -137,7 +137,7 @@ class ReaderOutputs(UnreadOutputs):
     def __init__(
         self, num_choices: int, source: AnswerSource, run: SharedRun | None = None
     ) -> None:
-        """Read the outputs of `num_choices` answers; `run` computes them, if they are computed."""
+        """Wait for the outputs of `num_choices` answers; `run` is None for stored answers."""
         super().__init__(num_choices)
         self.source = source
         self._run = run
@@ -170,7 +170,10 @@ class ReaderOutputs(UnreadOutputs):
             )
 
     def _as_reused(self, output: Output) -> Output:
-        """Return an output whose prompt and answer were not computed for this request."""
+        """Return a copy of an output of another request, with this request's usage and times.
+
+        All its tokens count as cached, since they were not computed for this request.
+        """
         now_s = time.monotonic()
         if output.token_ids:
             self._first_token_s.setdefault(output.index, now_s)
@@ -192,12 +195,12 @@ class SharedRun:
     """A call to the engine whose outputs one or several equal requests read.
 
     Attributes:
-        accepted: done when the engine has accepted the call, or when that failed.
-        has_failed: whether the run has ended without all answers, so that none may join it.
+        accepted: a future that is done when the engine has accepted the call or refused it.
+        has_failed: whether the run has ended without all answers, so that no request may join.
     """
 
     def __init__(self, num_choices: int) -> None:
-        """Begin a run of `num_choices` answers, which the engine has not accepted yet."""
+        """Create a run of `num_choices` answers, which the engine has not accepted yet."""
         self.accepted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self.has_failed = False
         self._outputs: ServedOutputs | None = None
@@ -210,7 +213,10 @@ class SharedRun:
     def begin(
         self, outputs: ServedOutputs, on_end: Callable[[list[Output] | None], None]
     ) -> ReaderOutputs:
-        """Receive the outputs of the accepted call; return them for the request that made it.
+        """Start to receive the outputs of the accepted call.
+
+        Returns the outputs for the request that made the call.
+
 
         `on_end(answers)` is called at the end, with an output for each choice, or None if the run
         failed or was cancelled.
@@ -224,7 +230,7 @@ class SharedRun:
         return reader
 
     def join(self) -> ReaderOutputs:
-        """Return the outputs, from the beginning, for another request."""
+        """Let another request read the outputs, from the beginning; return them."""
         reader = ReaderOutputs(self._num_choices, AnswerSource.SHARED, self)
         for outputs in self._received:
             if outputs:
@@ -234,9 +240,10 @@ class SharedRun:
         return reader
 
     def leave(self, reader: ReaderOutputs) -> bool:
-        """Stop passing outputs to a reader that has not read all.
+        """Stop passing outputs to a reader whose request was cancelled.
 
-        Without other readers, cancels the call and returns True: the engine ends the answers.
+        If it was the only reader, cancels the call to the engine, and returns True: the engine then
+        sends the last outputs. Otherwise returns False.
         """
         assert self._outputs is not None
         if len(self._readers) == 1:
@@ -269,10 +276,10 @@ class SharedRun:
 
 
 class JoinedOutputs:
-    """The outputs of another request's run; a `ServedOutputs`.
+    """The outputs of a request that joined another request's run; implements `ServedOutputs`.
 
-    If the run fails before its first output, for a reason of the other request such as its
-    deadline, the request is submitted again, with the rest of its own deadline.
+    The run may fail before its first output for a reason of the other request, such as its
+    deadline. The request that joined is then submitted again, within the rest of its own deadline.
     """
 
     def __init__(
@@ -347,12 +354,12 @@ class AnswerReuse:
     """
 
     def __init__(self, *, coalesces: bool, store_bytes: int, ttl_s: float) -> None:
-        """Set which requests are computed once.
+        """Set for which requests answers are reused.
 
         Args:
             coalesces: whether equal requests in flight share a run, and equal batch requests share
                 their answers.
-            store_bytes: the most memory for answers of finished requests; 0 stores none.
+            store_bytes: the maximum memory for answers of finished requests; 0 stores no answers.
             ttl_s: the seconds for which answers are stored.
         """
         self.num_requests: Counter[AnswerSource] = Counter()
@@ -428,7 +435,7 @@ class AnswerReuse:
         caller: Caller,
         submit_again: Callable[[float], Awaitable[Submitted]],
     ) -> JoinedOutputs | None:
-        """Return the outputs of an equal request in flight; None without one."""
+        """Return the outputs of an equal request in flight; None if there is no such request."""
         while (run := self._runs.get(run_key)) is not None:
             if await asyncio.shield(run.accepted) and not run.has_failed:
                 self.num_requests[AnswerSource.SHARED] += 1
@@ -461,7 +468,7 @@ class AnswerReuse:
         return reader
 
     def _forget(self, run_key: bytes, run: SharedRun) -> None:
-        """Let no more requests join a run."""
+        """Make sure that no more requests join a run."""
         if self._runs.get(run_key) is run:
             del self._runs[run_key]
 
@@ -499,7 +506,7 @@ def create_answer_reuse(options: ServeOptions, registry: CollectorRegistry) -> A
 
 
 def merged_output(outputs: Sequence[Output]) -> Output:
-    """Return one output with all that the outputs of one choice have so far."""
+    """Join the outputs of one choice so far to one output."""
     first, last = outputs[0], outputs[-1]
     usages = [output.usage for output in outputs if output.usage is not None]
     return Output(
@@ -532,7 +539,10 @@ def _is_repeatable(job: Job, encoded: EncodedJob) -> bool:
 
 
 def _is_loaded(engine: ServedEngine) -> bool:
-    """Return whether the engine's model is in memory: an unloaded model may change on the disk."""
+    """Return whether the engine's model is in memory.
+
+    The files of a model that is not loaded may change, so its answers must not be reused.
+    """
     residency = getattr(engine, "residency", ModelResidency.LOADED)
     return residency is ModelResidency.LOADED and bool(numerics_of(engine))
 
@@ -546,7 +556,7 @@ def _content_key(engine: ServedEngine, job: Job, encoded: EncodedJob) -> bytes:
 
 
 def _urgency_key(job: Job) -> bytes:
-    """Return a digest of how soon a request is computed: only equally urgent ones share a run."""
+    """Return a key of how urgent a request is; only requests with equal keys share a run."""
     caller = job.caller
     times = (caller.start_within_s, job.keep_s, caller.continues_elsewhere)
     return encode((caller.priority, caller.service_tier, caller.weight, times))

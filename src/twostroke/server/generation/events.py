@@ -52,7 +52,7 @@ class ContentBlock(msgspec.Struct, eq=False):
         is_custom: whether the called tool is a custom tool, whose input is text instead of
             JSON.
         call_index: the call's index among the answer's calls.
-        texts: the content so far, in pieces.
+        texts: the content so far, as a list of strings to join.
         is_cut: whether the token limit ended the answer inside this block; set when it closes.
         id: the protocol's id of a call; the encoder sets it.
     """
@@ -76,8 +76,8 @@ class ContentBlock(msgspec.Struct, eq=False):
 class ChoiceStarted(msgspec.Struct, frozen=True):
     """Event: the first output of an answer (a choice of the request) has arrived.
 
-    `usage` is None if log-probabilities of the prompt precede the answer. `tokens` are the ids of
-    the answer's tokens so far; the list grows with the answer, also by tokens without text.
+    `usage` is None if log-probabilities of the prompt precede the answer. `tokens` has the ids of
+    the answer's tokens so far; this list grows with the answer, and includes tokens without text.
     """
 
     choice: int
@@ -257,7 +257,7 @@ class _ChoiceState:
         return events
 
     def _progress(self, num_read: int, usage: Usage | None) -> Iterator[PrefillAdvanced]:
-        """Yield events about the prefill of the prompt.
+        """Yield events about the prefill of the prompt; `num_read` of its tokens are prefilled.
 
         The first event reports the tokens that were found in the prefix cache.
         """
@@ -311,7 +311,7 @@ class _ChoiceState:
         return self._block
 
     def _score(self, output: Output | Completion, events: list[Event]) -> None:
-        """Collect the log-probabilities of the prompt and of the answer, without a stop token."""
+        """Collect the log-probabilities of the prompt and of the answer, except of a stop token."""
         if output.prompt_logprobs:
             events.append(PromptScored(self._choice, output.prompt_logprobs))
         tokens = output.token_ids

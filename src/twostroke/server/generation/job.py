@@ -84,7 +84,7 @@ class Conversation(Frozen):
     ignored: tuple[Ignored, ...] = ()
 
     def encode(self, card: ModelCard) -> list[int]:
-        """Return the token ids of the conversation's prompt.
+        """Render the conversation's prompt, and return its token ids.
 
         Raises:
             RequestError: the chat template is missing or refuses the messages.
@@ -93,7 +93,7 @@ class Conversation(Frozen):
         return encode_rendered(card, self.render(card))
 
     def render(self, card: ModelCard) -> Rendered:
-        """Return the prompt that the chat template makes of the messages.
+        """Return the prompt that the chat template renders from the messages.
 
         If `drops_oldest` is set and the prompt is too long, only the newest messages that fit are
         used.
@@ -152,9 +152,9 @@ class Conversation(Frozen):
     def with_shared_lengths(
         self, card: ModelCard, hints: Hints, prompt: Rendered, tokens: Sequence[int]
     ) -> Hints:
-        """Return hints with the lengths of beginnings that later prompts of the chat will share.
+        """Add to the engine's hints the prefix lengths that later prompts of the chat will share.
 
-        `tokens` are the token ids of `prompt`, which `prepare` has rendered.
+        Returns the new hints. `tokens` are the token ids of `prompt`, which `prepare` has rendered.
         """
 
         def render(messages: Sequence[Mapping[str, Any]]) -> Rendered:
@@ -165,9 +165,9 @@ class Conversation(Frozen):
         )
 
     def with_budget(self, card: ModelCard, default: int | None) -> Conversation:
-        """Return the conversation with the budget of its answers' reasoning.
+        """Return a copy of the conversation that has a budget of reasoning tokens.
 
-        `default` is the server's budget for requests that set none.
+        `default` is the server's budget for requests that set no budget.
 
         Raises:
             RequestError: the chat template is missing, or cannot be compiled.
@@ -257,7 +257,7 @@ class EncodedJob:
             self.params = replace(self.params, seed=secrets.randbits(_SEED_BITS))
 
     def max_total_tokens(self, context_length: int) -> int:
-        """Return the most tokens that all prompts and all answers can have together.
+        """Return the maximum number of tokens that all prompts and answers can have together.
 
         The server reserves these tokens in the limits of the API key before the job runs. Each
         answer has a context of `context_length` tokens, which its prompt shares.
@@ -300,15 +300,15 @@ class Job(Frozen):
             default.
         omits_reasoning: whether to leave separated reasoning out of the response.
         tools: the tools that answers to a conversation may call.
-        tier: the service tier to report; None reports none.
+        tier: the service tier to report; None reports no tier.
         store: stores the finished response, if the request asks for it.
         ignored: ignored fields that only the protocol's own reader can find.
         keep_s: seconds to keep the prompt's KV pages in the offload tiers.
         default_params: the protocol's documented sampling defaults; None for the engine's.
-        allowed_ids: the token ids that the constraint of `params` allows, if it lists tokens.
+        allowed_ids: the token ids that the constraint of `params` allows, if it lists token ids.
         token_ids: whether to report token ids.
         tokens_as_ids: whether log-probabilities name tokens by their ids.
-        prompt_scores: whether to report the prompt's log-probabilities without an echo.
+        prompt_scores: whether to report the prompt's log-probabilities without repeating its text.
     """
 
     model: str | None
@@ -357,8 +357,8 @@ class Job(Frozen):
     ) -> EncodedJob:
         """Encode the job's prompts and parameters for a model.
 
-        `splits_reasoning` is the server's default for separating reasoning from answers, and
-        `reasoning_budget` its limit of the reasoning's tokens, for requests that set none.
+        For requests that do not set them, `splits_reasoning` is the server's default for separating
+        reasoning from answers, and `reasoning_budget` its maximum number of reasoning tokens.
 
         Raises:
             RequestError: the chat template is missing or refuses the messages, or the model
@@ -506,7 +506,7 @@ def _without_other_ends(
 
 
 def _without_bos(tokens: list[int], card: ModelCard) -> list[int]:
-    """Remove the begin-of-sequence token at the start of a prompt that will not come first."""
+    """Remove the begin-of-sequence token from a prompt that other tokens will precede."""
     return tokens[1:] if tokens[:1] == [card.tokenizer.bos_id] else tokens
 
 
@@ -594,6 +594,6 @@ def with_sender(job: J, sender: ServedRequest, goodput: Goodput) -> J:
 
 
 def with_spent_time(job: J, sender: ServedRequest) -> J:
-    """Return a copy of a job that knows how many seconds of its timeout have already passed."""
+    """Return a copy of a job whose caller has the seconds that its request has already taken."""
     spent_s = time.monotonic() - sender.began_s
     return replace(job, caller=replace(job.caller, spent_s=spent_s))

@@ -39,14 +39,14 @@ class ApiProtocol(Frozen, Generic[T]):
     `server/routes.py` has an instance for each path, such as `/v1/chat/completions`.
 
     Attributes:
-        prefix: the beginning of response ids.
+        prefix: the prefix of response ids.
         request: the struct of request bodies.
         read: translates a valid request of a tenant to a job; raises RequestError.
         encoder: creates the encoder of one response.
         field_names: maps the engine's parameter names to the protocol's field names, for
             errors.
-        recalls: whether a prompt may be longer than its body, because it continues a stored
-            conversation.
+        recalls: whether a prompt may be longer than the request's body, because it continues a
+            stored conversation.
         framing: the framing of streams.
         empty_response: returns the response to a request that needs no generated answer, from
             the request and the model's name; None for other requests.
@@ -124,7 +124,7 @@ class UtilityEndpoint(Frozen, Generic[T]):
 class ResponseInfo(Frozen):
     """The facts about one response that an encoder needs: its id, model, job and prompts.
 
-    They do not change while the answers are generated.
+    These facts do not change while the answers are generated.
 
     Attributes:
         id: the response id.

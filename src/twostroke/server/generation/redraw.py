@@ -1,4 +1,4 @@
-"""Generates an answer again, without its wrong value, if it breaks its JSON schema."""
+"""Checks answers against JSON schemas, and generates an answer that breaks its schema again."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _MAX_HEADER_LENGTH: Final = 1000  # characters
 
 @dataclasses.dataclass(slots=True)
 class _BlockSchema:
-    """The JSON schema that a content block of an answer must fit.
+    """The JSON schema that an answer's content block, such as a tool call, must fit.
 
     Attributes:
         schema: the schema as JSON.
@@ -96,7 +96,7 @@ class AnswerGuard:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The response header that names the schema rules that answers break, if any."""
+        """The response header that names the schema rules that answers break; else no header."""
         faults = "; ".join(map(str, self.faults.values())).encode("ascii", "replace").decode()
         return {HEADER: faults[:_MAX_HEADER_LENGTH]} if faults else {}
 
@@ -140,7 +140,8 @@ class AnswerGuard:
         """Return an answer if it fits its JSON schema, else generate and return a new answer.
 
         If all new answers break the schema, too, `faults` has the rule that the last answer breaks.
-        `sent` is the part of the answer that the stream has sent: a new answer begins with it.
+        `sent` is the part of the answer that the client already has, for a streamed response: every
+        new answer begins with this part.
 
         Raises:
             SchemaMissError: the answer and all new answers break a strict schema.
@@ -229,7 +230,7 @@ class AnswerGuard:
 
 
 class _StreamedAnswer:
-    """One answer of a stream: the part that was sent, and the events held back for its check."""
+    """One answer of a stream: the part that was sent, and events that wait for its schema check."""
 
     def __init__(self, guard: AnswerGuard) -> None:
         self.outputs: list[Output] = []
@@ -258,7 +259,7 @@ class _StreamedAnswer:
         return ready
 
     def _ready_events(self, events: list[Event], *, is_last: bool) -> list[Event]:
-        """Return the events of `release`, and hold the answer if not all are ready."""
+        """Return the result of `release`; hold the answer from the first event that must wait."""
         ready: list[Event] = []
         for event in events:
             match event:
@@ -304,7 +305,7 @@ class _StreamedAnswer:
     def may_change(self, part: CheckedPart, start: int) -> bool:
         """Return whether a new answer may differ in a part's text from the offset `start` on.
 
-        This is so if the client has not seen that text yet.
+        It may differ if the client has not seen the text from that offset yet.
         """
         if part.index >= len(self._num_sent):
             return True
@@ -312,7 +313,10 @@ class _StreamedAnswer:
         return is_open and start >= self._num_sent[part.index]
 
     def num_shown(self, miss: Miss) -> int:
-        """Return how many characters of the answer, as the model wrote it, the client has seen."""
+        """Return how many characters of the answer's raw text the client has seen.
+
+        The raw text includes the syntax of tool calls. `miss` names the part that breaks a schema.
+        """
         index = miss.part.index
         return miss.num_before + (self._num_sent[index] if index < len(self._num_sent) else 0)
 

@@ -1,8 +1,8 @@
 """Stores responses that later requests may continue, separately for each tenant.
 
-A store with a journal also writes each change to a database, which is read at the next start. Only
-a client that deletes a response waits for the disk; other changes are written in the background,
-some milliseconds later.
+A store with a journal also writes each change to a database, which is read at the next start. A
+client that deletes a response waits until the deletion is on the disk; all other changes are
+written in the background, some milliseconds later.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ class StoredResponse:
             lookups name it.
         is_open: whether the response has not ended; its final form will replace it.
         is_damaged: whether the record was damaged or missing; the object is then a placeholder.
-        num_holders: the number of references: the store's entry, and responses that continue
-            it.
-        num_bytes: its share of the store's memory.
+        num_holders: the number of references to this response: the store's entry, and responses
+            that continue it.
+        num_bytes: the memory of this response in the store.
         total_bytes: the memory of the conversation up to and including this response.
         total_items: the items of the conversation up to and including this response.
     """
@@ -125,7 +125,7 @@ class StoredResponse:
 
 @dataclass(slots=True)
 class _TenantResponses:
-    """One tenant's stored responses: by id, the oldest first, and by the ids of their items."""
+    """One tenant's stored responses, by id (the oldest first) and by the ids of their items."""
 
     by_id: dict[str, StoredResponse] = field(default_factory=dict)
     by_item_id: dict[str, StoredResponse] = field(default_factory=dict)

@@ -42,16 +42,16 @@ _REPLAYED_TOGETHER: Final = 32  # outputs of other servers that are read in one 
 
 
 class Submission:
-    """A `with` block around a request that the engine has not accepted yet.
+    """A context manager around the wait until the engine accepts a request.
 
-    A request waits while its model loads, for example. A server that stops ends the block by
-    `cancel`.
+    A request waits while its model loads, for example. A server that stops calls `cancel`, which
+    ends the `with` block.
     """
 
     def __init__(self, service_tier: str, running: set[Open], returns: RetryAfter) -> None:
-        """Prepare the block; `running` is the set of the server's open requests.
+        """Prepare to wait for a request of the service tier `service_tier`.
 
-        The request has the service tier `service_tier`. If the engine is overloaded, `returns`
+        `running` is the set of the server's open requests. If the engine is overloaded, `returns`
         chooses when the client should retry.
         """
         self.service_tier = service_tier
@@ -113,8 +113,8 @@ class RunningAnswers:
     ) -> Self:
         """Submit a job by calling `submit`, and return its running answers.
 
-        With a `recorder`, the outputs are recorded, and outputs of other servers come first. The
-        answers are in `running`, the server's open requests, until `cancel`.
+        A `recorder` records the outputs; if it has outputs that another server has already sent,
+        these come first. The answers are in `running`, the server's open requests, until `cancel`.
 
         Raises:
             RequestError: a prompt is empty, has unknown token ids, or can never fit.
@@ -286,7 +286,8 @@ class RunningAnswers:
     def source(self) -> AnswerSource:
         """Where the answers come from.
 
-        A request that joined another one is computed after all if the other one fails.
+        If a request shares the run of an equal request that fails, its own answers are computed
+        after all, and the source changes.
         """
         if isinstance(self._outputs, JoinedOutputs):
             return self._outputs.source
@@ -294,14 +295,14 @@ class RunningAnswers:
 
     @property
     def num_unread(self) -> int:
-        """The number of the engine's outputs that have not been read, since the client is slow."""
+        """The number of the engine's outputs that a slow client has not read yet."""
         return self._outputs.num_unread
 
     @property
     def usage(self) -> Usage:
         """The total usage of the answers that have ended.
 
-        A prompt with several answers counts once.
+        The tokens of a prompt with several answers count once.
         """
         usages = {index: usage for index, (_, usage, _) in self._results.items()}
         first_usages = [usage for index, usage in usages.items() if self._is_first(index)]
@@ -319,8 +320,8 @@ class RunningAnswers:
         """The tokens that all answers have used so far, which the API key's limits count.
 
         While answers are generated, their whole prompts count, since prefill precedes the first
-        output. Tokens that were computed for an equal request count as cached prompt tokens, and
-        cost as much. None if the job timed out before its start.
+        output. If the answers come from an equal request, all prompt and answer tokens count, and
+        cost, as cached prompt tokens. None if the job timed out before its start.
         """
         if self._is_unrun:
             return None
@@ -518,7 +519,7 @@ def _count_failure(error: TwostrokeError, engine: ServedEngine, metrics: ServerM
     """Count an error as an engine failure, unless the request or its deadline caused it.
 
     Raises:
-        EngineStoppedError: the engine has stopped, and the error does not say so.
+        EngineStoppedError: the engine has stopped, and `error` is of another type.
     """
     if isinstance(error, (RequestError, DeadlineError)):
         return

@@ -1,10 +1,10 @@
 """Records of a stream, from which another server continues the stream.
 
-A record has the engine's outputs since the record before, and the number of events that were made
-of all outputs so far. Another server reads these outputs as if its own engine had sent them, does
-not send the events that the client has, and lets its engine continue the answers
-(`engine/resumption.py`). So readers, encoders and guards of all protocols have the state that they
-had at the first server.
+A record has the engine's outputs since the last record, and the number of events made from all
+outputs so far. Another server reads these outputs as if its own engine had sent them, skips the
+events that the client already has, and lets its engine continue the answers
+(`engine/resumption.py`). In this way its event readers, protocol encoders and schema guards get the
+state that they had at the first server.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class StreamOrigin(Frozen, array_like=True):
     """The facts on which all tokens and events of a stream depend.
 
     Attributes:
-        answer_key: a digest of the prompts, the parameters and the arithmetic of the engine.
+        answer_key: a digest of the prompts, the parameters and the engine's numerics.
         response_id: the id of the response.
         created_s: when the response was created, in Unix time.
         seed: the seed of the answers.
@@ -61,11 +61,11 @@ class StreamOrigin(Frozen, array_like=True):
 
 
 class StreamRecord(Frozen, array_like=True):
-    """The line that a server adds to a stream at one write.
+    """The line that a server adds to a stream after each write, for a router.
 
     Attributes:
-        outputs: the engine's outputs since the record before.
-        num_events: the events of the stream so far.
+        outputs: the engine's outputs since the last record.
+        num_events: the number of the stream's events so far.
         origin: facts about the stream; only in the first record.
     """
 
@@ -82,12 +82,12 @@ class ReplayError(TwostrokeError):
 
 
 class StreamReplay(Frozen):
-    """The part of a stream that a client got from other servers.
+    """The part of a stream that a client already got from other servers.
 
     Attributes:
         origin: facts about the stream.
-        outputs: the outputs of the engines so far.
-        num_events: the events that the client has.
+        outputs: the outputs of the other servers' engines so far.
+        num_events: the number of events that the client has.
     """
 
     origin: StreamOrigin
@@ -116,12 +116,12 @@ class StreamReplay(Frozen):
         return cls(origin, outputs, records[-1].num_events)
 
     def check(self, answer_key: bytes, num_prompts: Sequence[int]) -> None:
-        """Check that this server gives the same answers, and that the outputs are possible.
+        """Check that this server gives the same answers, and that the outputs are consistent.
 
-        `num_prompts` has the length of the prompt of each answer.
+        `num_prompts` has the length of each answer's prompt in tokens.
 
         Raises:
-            ReplayError: the other server had another prompt, other parameters or other arithmetic.
+            ReplayError: the other server had another prompt, other parameters or other numerics.
             RequestError: the outputs contradict each other.
         """
         if answer_key != self.origin.answer_key:
@@ -144,7 +144,7 @@ class StreamReplay(Frozen):
                 raise RequestError("The records of the stream have an impossible usage.")
 
     def progress(self, num_answers: int) -> tuple[AnswerProgress, ...]:
-        """Return the delivered part of each answer."""
+        """Return the part of each of `num_answers` answers that the client already has."""
         now_s = time.monotonic()
         delivered = [DeliveredAnswer() for _ in range(num_answers)]
         for output in self.outputs:
@@ -153,7 +153,7 @@ class StreamReplay(Frozen):
 
 
 class StreamRecorder:
-    """Adds records to a stream for a router, and skips the events that the client has.
+    """Adds records to a stream for a router, and skips the events that the client already has.
 
     Attributes:
         replay: the part of the stream that the client got from other servers, if any.
@@ -173,11 +173,11 @@ class StreamRecorder:
     def begin(self, info: ResponseInfo, encoded: EncodedJob, numerics: str) -> None:
         """Choose the seed of the answers; check that this server can continue the replay, if any.
 
-        `numerics` names the arithmetic of the engine.
+        `numerics` is the engine's text from `numerics_of`; empty if its model is not loaded.
 
         Raises:
             ReplayError: this server would give other answers.
-            RequestError: the records are not possible.
+            RequestError: the records contradict each other.
         """
         replay = self.replay
         if replay is None:
@@ -199,9 +199,9 @@ class StreamRecorder:
         return () if self.replay is None else self.replay.progress(num_answers)
 
     def replayed_outputs(self) -> Iterator[Output]:
-        """Yield the outputs of other servers, with times on this machine's clock.
+        """Yield the outputs of other servers, with their times moved to this machine's clock.
 
-        Answers that have ended end now.
+        An answer that ended at another server ends at the current time.
         """
         now_s = time.monotonic()
         for output in self.replay.outputs if self.replay is not None else ():
@@ -220,8 +220,8 @@ class StreamRecorder:
     def explain(self, error: Exception) -> Exception:
         """Return the error to report for an `error` of the stream.
 
-        If reading replayed outputs raised an unexpected error, the records are the cause: another
-        server would not have made events of them either.
+        An unexpected error while replayed outputs are read is reported as damaged records: outputs
+        that the other server could read raise no such error.
         """
         is_expected = self.replay is None or self._has_own_output
         if is_expected or isinstance(error, TwostrokeError):
@@ -246,17 +246,17 @@ class StreamRecorder:
     def loss(self, error: EngineStoppedError) -> bytes:
         """Return the last line of a stream that this server cannot finish because of `error`.
 
-        The line tells the router that another server can continue the stream. Other errors are the
-        request's own, and end the stream for the client.
+        The line tells the router that another server can continue the stream. Errors of other types
+        concern the request itself, and end the stream for the client.
         """
         return LOST_MARK + error.code.encode() + self._line_end
 
 
 def _check_end(output: Output) -> None:
-    """Check that the last output of an answer has all that events are made of.
+    """Check that the last output of an answer has all fields that its events need.
 
     Raises:
-        RequestError: something is missing.
+        RequestError: a field is missing.
     """
     usage, timings = output.usage, output.timings
     is_whole = output.finish_reason in {FinishReason.STOP, FinishReason.LENGTH}
@@ -268,7 +268,7 @@ def _check_end(output: Output) -> None:
 
 
 def answer_key(numerics: str, encoded: EncodedJob) -> bytes:
-    """Return a digest that is equal at all servers that give the same answers to a job."""
+    """Return a digest of a job that is equal on all servers that give the same answers to it."""
     content: tuple[str, str, list[list[int]], SamplingParams] = (
         VERSION,
         numerics,
