@@ -205,7 +205,7 @@ def read(request: MessagesRequest, tenant: Tenant) -> Job:
 def _cache_marks(request: MessagesRequest) -> Iterator[CacheControlField | None]:
     """Yield the `cache_control` of a request and of its tools and content blocks.
 
-    Yields None for each of them that does not set the field.
+    Yields None for the request, a tool or a block that does not set the field.
     """
     yield request.cache_control
     parts: list[Any] = [
@@ -311,7 +311,8 @@ def _check_blocks(message: AnthropicMessage, path: str, call_ids: set[str]) -> N
 def _template_messages(message: AnthropicMessage) -> list[dict[str, Any]]:
     """Convert one Anthropic message to the messages that chat templates read.
 
-    A chat template needs a message for each tool result, so the result may have several messages.
+    A chat template needs a separate message for each tool result, so one Anthropic message may
+    become several messages.
     """
     template_message: dict[str, Any] = {"role": message.role, "content": text_of(message.content)}
     results = []

@@ -298,7 +298,8 @@ def _complete_block(block: events.ContentBlock) -> BlockBody | None:
 def _signature(reasoning: str, *, is_omitted: bool) -> str:
     """Return the signature of a reasoning block.
 
-    The signature of an omitted reasoning contains it, for the template of a later request.
+    If the response leaves out the reasoning's text (`is_omitted`), the signature contains the text.
+    Clients send the signature back, so that a later request's chat template gets the reasoning.
     """
     if is_omitted:
         return encode_opaque_text(reasoning, OPAQUE_REASONING)

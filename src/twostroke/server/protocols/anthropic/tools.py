@@ -166,7 +166,7 @@ class ToolResultBlock(field.TaggedObject, tag="tool_result"):
 class ThinkingBlock(field.TaggedObject, tag="thinking"):
     """A content block of a request's message: the reasoning of an earlier answer.
 
-    If the answer omitted its text, the signature has the text.
+    If the earlier response left out the reasoning's text, `signature` contains the text.
     """
 
     thinking: str

@@ -368,7 +368,7 @@ def to_params(request: CommonFields, **overrides: Any) -> SamplingParams:
 
 
 def to_max_tokens(requested: int | None, minimum: int = 1) -> int | None:
-    """Check a request's `max_tokens`, and return the most tokens that an answer may have.
+    """Check a request's `max_tokens`, and return the maximum number of answer tokens.
 
     Returns None if only the context limits the answer, that is, if `requested` is None or -1.
 
@@ -387,8 +387,8 @@ def to_max_tokens(requested: int | None, minimum: int = 1) -> int | None:
 def to_caller(request: ServiceFields, prompt_field: str, tenant: Tenant) -> Caller:
     """Return the engine's record of a request's sender: its tenant, service tier and priority.
 
-    The scheduler orders requests by it. The request's `priority` overrides the priority of its
-    service tier. `prompt_field` is the name of the field with the prompt, for errors.
+    The scheduler orders requests by this record. The request's `priority` overrides the priority of
+    its service tier. `prompt_field` is the name of the field with the prompt, for errors.
     """
     service_tier = TIERS[request.service_tier or "auto"]
     priority = SERVICE_TIERS[service_tier] if request.priority is None else request.priority
@@ -442,7 +442,7 @@ def to_prediction(request: CommonFields) -> str:
 def cache_control_s(marks: Iterable[CacheControlField | None]) -> float:
     """Return for how many seconds to keep a prompt's KV pages, as a request's `cache_control` asks.
 
-    The longest of several holds. Returns 0 if there is none.
+    If several are set, the longest time counts. Returns 0 if all `marks` are None.
     """
     return max((_CACHE_CONTROL_S[mark.ttl] for mark in marks if mark is not None), default=0.0)
 
@@ -456,14 +456,17 @@ def retention_s(retention: str | None) -> float:
 
 
 def encode_opaque_text(text: str, kind: str) -> str:
-    """Encode a text of a kind, such as `OPAQUE_SUMMARY`, for a field that clients send back."""
+    """Encode a text for a field that clients do not read, but send back in later requests.
+
+    `kind`, such as `OPAQUE_SUMMARY`, is encoded, too: `decode_opaque_text` checks the kind.
+    """
     return kind + base64.urlsafe_b64encode(text.encode("utf-8", "replace")).decode()
 
 
 def decode_opaque_text(content: str | None, kind: str) -> str | None:
-    """Return the text in a field that clients send back.
+    """Return the text of `kind` that `encode_opaque_text` has encoded in a field's content.
 
-    None if the field is missing or damaged, or if another server made it.
+    Returns None if the field is missing, damaged or of another kind, or if another server made it.
     """
     if not isinstance(content, str) or not content.startswith(kind):
         return None

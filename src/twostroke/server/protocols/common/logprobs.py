@@ -131,7 +131,11 @@ class CompletionScorer:
         return bool(self._body.tokens)
 
     def _add(self, token: int, scores: TokenLogprobs | None, offsets: TextOffsets) -> None:
-        """Add one token, `offsets` of the prompt or the answer; `scores` is None if it has none."""
+        """Add one token of the echoed prompt or of the answer.
+
+        `scores` has the token's log-probabilities; None if they are unknown. `offsets` computes the
+        offsets of the text to which the token belongs: the prompt or the answer.
+        """
         body = self._body
         data = self._tokenizer.token_bytes(token)
         name = self._name_of(token)

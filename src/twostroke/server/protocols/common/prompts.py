@@ -152,7 +152,7 @@ def to_conversation(
 
     Args:
         messages: the messages of the request.
-        tools: the tools that the answer may call; None for none.
+        tools: the tools that the answer may call; None for no tools.
         opens_turn: the field `add_generation_prompt`; true if not set.
         continues: the field `continue_final_message`; false if not set.
         thinking: the options for the model's reasoning.
@@ -201,7 +201,7 @@ def to_thinking(
         effort: the effort, from the field `param`.
         param: the name of the field with the effort, or with `is_on`.
         is_on: whether the request switches reasoning on or off, if it has no effort.
-        budget: the name and the value of the field with the most tokens of reasoning.
+        budget: the name and the value of the field with the maximum number of reasoning tokens.
 
     Raises:
         RequestError: the budget is no number of tokens.

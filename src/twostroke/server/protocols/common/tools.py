@@ -389,9 +389,10 @@ def _function_for_template(function: FunctionBody) -> dict[str, Any]:
 
 
 def decode_arguments(text: str) -> dict[str, msgspec.Raw]:
-    """Return the arguments of a call with their values as they were written, on one line.
+    """Return the arguments of a call, each with its value as JSON in the model's own spelling.
 
-    A number may be too large for a float. A line break between values would end a JSON line.
+    The values are not decoded, because a number may be too large for a float. Line breaks between
+    tokens of JSON are removed, since they would end a line in a stream of JSON lines.
 
     Raises:
         msgspec.DecodeError: the text is not a JSON object: for example, the call was cut off.

@@ -176,7 +176,10 @@ def read(request: ChatRequest, tenant: Tenant) -> Job:
 
 
 def _thinking(request: ChatRequest) -> Thinking:
-    """Return a request's options for the model's reasoning; an effort precedes the switches."""
+    """Return a request's options for the model's reasoning.
+
+    An effort takes precedence over fields that only switch reasoning on or off.
+    """
     effort, is_on, param = request.reasoning_effort, request.enable_thinking, "enable_thinking"
     if is_on is None and request.thinking is not None:
         is_on, param = request.thinking.is_on, "thinking"

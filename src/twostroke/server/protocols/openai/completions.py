@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class CompletionRequest(CommonFields, kw_only=True):
-    """The body of a completion request. With a `suffix`, each answer fills the gap before it."""
+    """The body of a completion request. With a `suffix`, the answer joins prompt and suffix."""
 
     prompt: Annotated[str | list[str | int | list[int]], field.texts_or_ids(field.Fact.MAX_CHOICES)]
     max_tokens: Annotated[

@@ -56,9 +56,9 @@ if TYPE_CHECKING:
 
 
 class _StoredFlag(msgspec.Struct):
-    """The field `store` of a stored response, which is false if only the response was stored.
+    """The field `store` of a stored response: whether its conversation was stored with it.
 
-    Requests can continue a response only if its conversation was stored, too.
+    Requests can continue a response only if its conversation was stored.
     """
 
     store: bool = True

@@ -215,8 +215,8 @@ _ID_PREFIXES: Final = {
 def derived_id(prefix: str, response_id: str, index: int) -> str:
     """Return the id of the item with this index in the output of a response.
 
-    It is the same at each server that writes the response. Other clients cannot guess it, since
-    they do not know the id of the response.
+    The id is the same on all servers that write the response. Other clients cannot guess the id,
+    since they do not know the id of the response.
     """
     digest = hashlib.sha256(f"{response_id} {prefix} {index}".encode()).hexdigest()
     return prefix + digest[:48]

@@ -1,4 +1,4 @@
-"""The body of a request to `/v1/responses`, and which of its fields exclude each other."""
+"""The body of a request to `/v1/responses`, and the check for fields that exclude each other."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class ResponsesRequest(CommonFields):
 
 
 def conversation_id(request: ResponsesRequest) -> str | None:
-    """Return the id of the stored conversation that a request continues; None without one."""
+    """Return the id of the stored conversation that a request continues; None if not set."""
     reference = request.conversation
     return reference.id if isinstance(reference, ConversationReference) else reference
 

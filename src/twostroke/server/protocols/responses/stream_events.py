@@ -156,7 +156,7 @@ class ResponseFailed(StreamEvent, tag="response.failed"):
 
 
 class StreamError(StreamEvent, tag="error"):
-    """The last event of a stream that ends before its response does; clients can read it later."""
+    """The last event of a stream that ends too early; clients can read the response later."""
 
     code: str | None
     message: str
