@@ -1,6 +1,6 @@
 """The server: HTTP for one engine or several, with batches, keys, metrics and a web UI.
 
-`serve` runs a server until a signal stops it, which is what `twostroke serve` does. `create_app`
+`serve` runs a server until a signal stops it, as `twostroke serve` does. `create_app`
 returns an ASGI application for another ASGI server.
 """
 

@@ -188,7 +188,7 @@ class Api:
         )
 
     def _create_observers(self) -> list[Observer]:
-        """Return the observers of requests for which the options ask."""
+        """Return the observers of finished requests that the options turn on."""
         options = self.options
         observers: list[Observer] = []
         if options.otlp_endpoint is not None:
@@ -202,7 +202,7 @@ class Api:
         return observers
 
     def _settings(self) -> ServerSettings:
-        """Return the settings of the engine now, for a recorded trace."""
+        """Return the engine's current settings, which a recorded trace notes."""
         config = self.engine.facts.config
         return ServerSettings(config.token_budget, config.max_running)
 
@@ -652,10 +652,10 @@ class Api:
         return self.engine.facts.config.max_running + _NUM_QUEUED_BATCH_REQUESTS - self.num_running
 
     def _resume_header(self, request: Request) -> str:
-        """Return the header by which a router asks for records; empty if it is not trusted.
+        """Return the header by which a router asks for stream records; empty if it is not trusted.
 
-        A server with keys trusts only senders that have a router's key: records say how much of an
-        answer exists, so other clients could skip the queue with their own.
+        A server with keys trusts only senders that have a router's key. Records say how much of an
+        answer already exists, so a client that may send records could skip the queue.
         """
         is_trusted = served_of(request.scope).is_from_router or not self.options.has_keys
         return request.headers.get(RESUME_HEADER.decode(), "") if is_trusted else ""
@@ -666,7 +666,10 @@ class Api:
 
 
 def _routed(job: AnyJob, request: Request) -> AnyJob:
-    """Return a job that fails at once if the engine dies, if a router then sends it elsewhere."""
+    """If a router can send the job to another server, make it fail at once if the engine dies.
+
+    Other jobs, which wait for the engine's restart, are returned unchanged.
+    """
     if not served_of(request.scope).resume_header:
         return job
     return replace(job, caller=replace(job.caller, continues_elsewhere=True))
@@ -676,7 +679,7 @@ def _recorder(request: Request, job: Job, protocol: ApiProtocol[Any]) -> StreamR
     """Return a recorder for a stream if a router asks for records; None otherwise.
 
     Raises:
-        RequestError: the records of an earlier part of the stream are damaged.
+        RequestError: the records of the stream's earlier part, in the request, are damaged.
     """
     header = served_of(request.scope).resume_header
     if header in {"", NO_RECORDS.decode()} or not job.stream or job.in_background:

@@ -28,7 +28,7 @@ class HttpOptions(OptionStruct):
 
     Attributes:
         api_keys: the valid API keys and their tenants; None needs no key.
-        record_trace: the file to which a trace of the requests is recorded; None records none.
+        record_trace: the file to which a trace of the requests is recorded; None records no trace.
         limits: limits for the size and number of one client's requests.
     """
 

@@ -126,8 +126,8 @@ def build_app(api: Api) -> ASGIApp:
 def _with_middleware(app: ASGIApp, api: Api, routes: Sequence[Route]) -> Boundary:
     """Wrap the endpoints in the server's middleware, and return the outermost layer.
 
-    From the inside out: usage headers, rate limits and API keys, allowed origins, and `Boundary`,
-    which handles errors and logs.
+    The layers, from the inside out: usage headers, rate limits, API keys, allowed origins, and
+    `Boundary`, which handles errors and logs.
     """
     keys = api.options.api_keys
     origins = Origins(api.options)
