@@ -51,9 +51,10 @@ def choose(replicas: Sequence[ReplicaView], num_wanted: int, *, has_room: bool =
     """Return the starts and drains that bring a pool closer to `num_wanted` current replicas.
 
     An update replaces replicas one by one. It starts one replica more than wanted, and drains an
-    old one as soon as the new one is ready, so that the number of ready replicas never falls.
-    Without room for one more, an old replica is drained first. If there are too many replicas, the
-    ones that are not ready are drained first, then the ones with the fewest requests.
+    old replica as soon as the new replica is ready, so that the number of ready replicas never
+    falls. Without room for an additional replica (`has_room`), an old replica is drained first. If
+    there are too many replicas, replicas that are not ready are drained first, then the replicas
+    with the fewest requests.
     """
     alive = [replica for replica in replicas if replica.phase is not Phase.DRAINING]
     current = [replica for replica in alive if replica.is_current]
@@ -93,7 +94,7 @@ class ScaleDownDelay:
         self._maxima: deque[tuple[float, int]] = deque()  # latest time and number, falling numbers
 
     def update(self, num_wanted: int, now_s: float) -> int:
-        """Add the number of replicas that is wanted now; return the maximum of the window."""
+        """Note how many replicas are wanted now; return the maximum of the last `window_s`."""
         while self._maxima and self._maxima[-1][1] <= num_wanted:
             self._maxima.pop()
         self._maxima.append((now_s, num_wanted))
@@ -105,8 +106,8 @@ class ScaleDownDelay:
 class EndingMachines:
     """The machines that may be taken away soon, because a server there drained by itself.
 
-    A server also drains by itself after SIGTERM from an operator, and a notice can be withdrawn:
-    a machine that is still there after `AVOID_S` is used again.
+    Such a drain is no proof: an operator may have sent SIGTERM, or the cloud may withdraw its
+    notice. So a machine that is still there after `AVOID_S` is used again.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -121,8 +122,8 @@ class EndingMachines:
     def to_avoid(self, alive_machines: AbstractSet[str]) -> set[str]:
         """Return the machines on which no replica should start now.
 
-        Empty if the cluster has no other machine, and does not get one: a replica that starts there
-        is better than none.
+        Empty if all machines in `alive_machines` may be taken away: a replica on such a machine is
+        better than no replica.
         """
         oldest_s = self._clock() - AVOID_S
         self._noted_s = {

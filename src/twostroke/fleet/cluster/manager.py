@@ -30,7 +30,7 @@ _logger = logging.getLogger("twostroke.fleet")
 
 
 class Cluster(Protocol):
-    """The machines on which a fleet's servers run, each server under its own name."""
+    """The servers of a fleet on the machines of a cluster, by the name of each server."""
 
     def start(self, name: str, pool: ReplicaPool | None) -> None:
         """Start a replica of `pool`, or the router if `pool` is None; it may wait for a machine."""
@@ -63,8 +63,8 @@ class PoolStatus(Frozen):
         num_wanted: the number of replicas that the manager aims at.
         replicas: the pool's replicas.
         prefill: the label of the pool that prefills prompts for this pool.
-        num_prefill_wanted: the number of prefill replicas that the pool's replicas can use, by
-            measured speeds; None if it is not known.
+        num_prefill_wanted: the number of prefill replicas that the pool's decode replicas can keep
+            busy, by measured speeds; None if it is not known.
     """
 
     label: str
@@ -106,7 +106,7 @@ class FleetStatus(Frozen):
 
     @property
     def trouble(self) -> str:
-        """Why a server of the fleet that is not ready ended; empty if there is none."""
+        """Why a server that is not ready ended last; empty if there is no such server."""
         replicas = (replica for pool in self.pools for replica in pool.replicas)
         states = [self.router, *(replica.state for replica in replicas)]
         return next((state.trouble for state in states if state.trouble), "")
@@ -219,8 +219,9 @@ class Manager:
     def _num_prefill(self, status: PoolStatus, view: RouterView) -> int:
         """Return how many prefill replicas a decode pool needs now.
 
-        It is zero while the pool has no requests. Otherwise it is at least one, and the number that
-        the pool's replicas can keep busy, as soon as speeds have been measured.
+        While the pool has no requests, the number is zero. Otherwise it is the number of prefill
+        replicas that the pool's replicas can keep busy, and at least one. Before speeds have been
+        measured, it is one.
         """
         has_new = view.num_requests > self._num_requests.get(status.label, 0)
         self._num_requests[status.label] = view.num_requests
@@ -230,7 +231,7 @@ class Manager:
         return max(1, math.ceil(status.num_prefill_wanted or 0))
 
     def _tell_prefill_addresses(self, pools: Sequence[PoolStatus]) -> None:
-        """Tell decode engines which prefill engines have a machine and do not drain."""
+        """Tell decode engines the addresses of prefill engines that run and do not drain."""
         pool_by_label = {pool.label: pool for pool in self._spec.models}
         status_by_label = {status.label: status for status in pools}
         for status in pools:
@@ -325,7 +326,7 @@ class Manager:
 
 
 def _num_prefill_wanted(replicas: Sequence[ReplicaStatus], view: RouterView | None) -> float | None:
-    """Return how many prefill replicas a pool's decode replicas can use; None if not known."""
+    """Return how many prefill replicas a pool's decode replicas can keep busy; None if unknown."""
     if view is None:
         return None
     values = [view.prefill_per_decode.get(replica.state.url) for replica in replicas]

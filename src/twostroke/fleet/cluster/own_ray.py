@@ -49,7 +49,7 @@ class _ClusterRecord(Frozen):
 class OwnRay:
     """The Ray cluster on this machine that the user's fleets share, unless they name another.
 
-    Its token, address and process are in a file of the cache folder that only the user can read.
+    Its token, address and process id are in a file of the cache folder that only the user can read.
     """
 
     def __init__(self) -> None:

@@ -76,11 +76,13 @@ class ServerState(Frozen):
 class ServerProcess:
     """Runs `twostroke ARGUMENTS --host HOST --port PORT` as a child process until `close`.
 
-    A process that ends is restarted after a pause that doubles. A process that does not answer
-    `/health/live` for some 20 s is killed first. The server itself restarts its engine.
+    A process that ends is restarted after a pause, which doubles with each restart. A process that
+    does not answer `/health/live` for some 20 s is killed, and then restarted. The server itself
+    restarts its engine.
 
-    A server that drains although `close` was not called, or ends with exit code 0, is not
-    restarted: its machine will end, as the notice of a spot machine or SIGTERM has told the server.
+    A server that drains although `close` was not called, or that ends with exit code 0, is not
+    restarted: the notice of a spot machine, or SIGTERM, has told the server that its machine will
+    end.
     """
 
     def __init__(
@@ -136,7 +138,7 @@ class ServerProcess:
             self._update(prefill_addresses=tuple(addresses))
 
     def close(self, within_s: float) -> bool:
-        """Let the server complete its answers; return False if it was killed after `within_s`."""
+        """Let the server finish its requests; return False if it was killed after `within_s`."""
         is_first = not self._stop.is_set()
         self._stop.set()
         self._update(is_ready=False, is_ending=True, was_told_to_end=True)
@@ -249,9 +251,9 @@ class ServerProcess:
         return self._stop.is_set() or self._drains_by_itself
 
     def _check(self, port: int, path: str) -> tuple[int, str] | None:
-        """Ask a path of the server for its health.
+        """Ask the server for its health by a GET request to `path`.
 
-        Returns the HTTP status and the status in the body; None without an answer in time.
+        Returns the HTTP status and the status in the body; None if no answer comes in time.
         """
         connection = http.client.HTTPConnection(self._host, port, timeout=_CHECK_TIMEOUT_S)
         try:
@@ -302,10 +304,10 @@ def _is_free(url: str) -> bool:
 
 
 def _end_with_parent() -> None:
-    """End this server when the process that started it ends, however that process ended.
+    """End this server when its parent process ends, even if the parent was killed.
 
-    Sends this process SIGTERM, and SIGKILL after `_DRAIN_S`. Standard input is a pipe whose other
-    end the parent holds: it closes when the parent has ended.
+    Standard input is a pipe whose other end the parent holds, so it closes when the parent has
+    ended. This process then gets SIGTERM, and SIGKILL after `_DRAIN_S`.
     """
     while os.read(0, 1024):
         pass

@@ -102,12 +102,13 @@ class RayCluster:
     """The servers of one fleet as named Ray actors; implements `Cluster`."""
 
     def __init__(self, spec: FleetSpec, key: str, router_files: tuple[str, ...]) -> None:
-        """Create the access to the fleet's servers.
+        """Prepare to start the fleet's servers, and to find those already running.
 
         Args:
             spec: the fleet's spec.
             key: the secret that router and replicas share.
-            router_files: options of the router that name the files of replicas and models.
+            router_files: command-line options for the router, which name the files that list the
+                replicas and models.
         """
         self._spec = spec
         self._key = key
@@ -200,7 +201,7 @@ class RayCluster:
     def _update_state(self, name: str) -> None:
         """Read the state that a server's actor has sent, if it has answered.
 
-        Ray replaces an actor that has been silent too long.
+        An actor that has been silent too long is killed, and Ray starts another actor.
         """
         now_s, call = time.monotonic(), self._state_calls[name]
         if not _wait([call], 0):
@@ -340,9 +341,9 @@ def _manager(name: str) -> Any:
 
 
 def _create_actor(kind: type, name: str, **options: Any) -> Any:
-    """Return a Ray actor class with a name and further options, which the caller starts.
+    """Return a Ray actor class with a name and further options; the caller starts the actor.
 
-    The actor outlives this process, and Ray restarts it.
+    The actor outlives this process. If the actor dies, Ray restarts it.
     """
     return ray.remote(kind).options(
         name=name,

@@ -25,7 +25,7 @@ _LOOPBACK: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - not bou
 
 
 class ListedModel(Frozen, forbid_unknown_fields=True, kw_only=True):
-    """A model without replicas, until requests wait and a replica is started for them.
+    """A model that may have no replica until requests wait for it and a replica is started.
 
     Attributes:
         name: the model's name for clients.
@@ -48,8 +48,8 @@ class RouterView(Frozen):
         num_wanted: the number of replicas that the present work needs.
         running: requests of each replica, by URL.
         num_requests: requests sent to replicas so far.
-        prefill_per_decode: the number of prefill replicas that a replica can use, by URL; None
-            if it is not known.
+        prefill_per_decode: the number of prefill replicas that a decode replica can keep busy, by
+            URL of the decode replica; None if it is not known.
     """
 
     num_wanted: int
@@ -80,9 +80,9 @@ class RouterLink:
     """
 
     def __init__(self, fleet: str, spec: RouterSpec, key: str) -> None:
-        """List the replicas in a file of the cache folder.
+        """Prepare to list the replicas and the models in files of the cache folder.
 
-        An existing file of an earlier manager stays until `set_replicas` is called.
+        A list of replicas that an earlier manager has written stays until `set_replicas` is called.
 
         Args:
             fleet: the name of the fleet.

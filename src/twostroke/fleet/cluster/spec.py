@@ -32,9 +32,11 @@ class ReplicaPool(Frozen, forbid_unknown_fields=True, kw_only=True):
         name: the model's name for clients; by default the last part of `model`, without a
             file's suffix.
         replicas: the number of replicas, if it is fixed.
-        min_replicas, max_replicas: bounds, between which the router's work decides. With a minimum
-            of 0 the pool has no replica while the model is not used.
-        scale_down_after: seconds for which fewer replicas must be enough before one is drained.
+        min_replicas, max_replicas: bounds of the number of replicas; between them, the number
+            depends on the work that waits in the router. With a minimum of 0 the pool has no
+            replica while the model is not used.
+        scale_down_after: seconds for which fewer replicas must be enough before a replica is
+            drained.
         cpus: cores that a replica reserves; also its threads, unless `options` has others.
         memory: GB of memory that a replica reserves.
         resources: Ray's custom resources that a replica reserves, such as `{rack1: 1}`.
@@ -105,7 +107,7 @@ class ReplicaPool(Frozen, forbid_unknown_fields=True, kw_only=True):
         return sha256(msgspec.json.encode(facts, order="deterministic")).hexdigest()[:8]
 
     def as_prefill(self, number: int = 0) -> ReplicaPool:
-        """Return the pool with the options of a prefill engine, for the replica with a number."""
+        """Return the pool with a prefill engine's options, for the replica number `number`."""
         address = f"{HOST}:{self.peer_port + number}"
         return replace(self, options={**self.options, "role": "prefill", "peer-address": address})
 
@@ -171,7 +173,7 @@ class FleetSpec(Frozen, forbid_unknown_fields=True, kw_only=True):
         self._check_waiting()
 
     def _check_waiting(self) -> None:
-        """Check that the router waits for pools without a replica; raises UsageError."""
+        """Check that requests may wait for pools that may have no replica; raises UsageError."""
         start_wait_s = self.router.options.get("start-wait")
         for index, pool in enumerate(self.models):
             if pool.bounds[0] == 0 and str(start_wait_s) in {"0", "0.0"}:
@@ -215,7 +217,9 @@ class FleetSpec(Frozen, forbid_unknown_fields=True, kw_only=True):
 
 
 def read_spec(path: Path) -> tuple[FleetSpec, YamlFile]:
-    """Return the fleet's spec in a YAML file, and the file, for the line numbers of later errors.
+    """Read a fleet's spec from a YAML file.
+
+    Returns the spec, and the file, which gives later errors their line numbers.
 
     Raises:
         UsageError: the file is not YAML, or a value is wrong; with the file's name and line.
@@ -237,7 +241,7 @@ def read_spec(path: Path) -> tuple[FleetSpec, YamlFile]:
 def flags(options: Options) -> tuple[str, ...]:
     """Return options of a fleet's YAML file as command-line arguments.
 
-    `false` omits an option; a list repeats it.
+    An option with the value `false` is left out; an option with a list is repeated for each value.
     """
     words: list[str] = []
     for name, option in options.items():
