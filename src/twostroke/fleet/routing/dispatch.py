@@ -1,4 +1,4 @@
-"""Dispatches requests to replicas, and tracks the work of each replica for these decisions."""
+"""Dispatches requests to replicas, and estimates the pending work of each replica."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class RoutingKey(Frozen):
     A unit of the prompt is a byte of its text.
 
     Attributes:
-        block_keys: the keys of the prompt's blocks, by which the prefix tree finds it.
-        num_units: the length of the prompt.
-        affinity: a 64-bit hash, by which requests that no replica has in its cache are spread.
+        block_keys: the keys of the prompt's blocks, by which the prefix tree finds the prompt.
+        num_units: the length of the prompt in units.
+        affinity: a 64-bit hash, by which prompts that are in no replica's cache are spread.
     """
 
     block_keys: tuple[int, ...]
@@ -54,9 +54,10 @@ class RoutedRequest:
     Attributes:
         index: the index of the replica.
         sent_s: when the request was sent, on the dispatcher's clock.
-        hit_units: units of the prompt that the replica should have in its cache.
-        best_hit_units: units of the prompt that the replica with the longest cached prefix has.
-        missing_units: units that the replica must prefill.
+        hit_units: units of the prompt that the chosen replica should have in its cache.
+        best_hit_units: units of the prompt in the cache of the replica with the longest cached
+            prefix.
+        missing_units: units of the prompt that the chosen replica must prefill.
         units_ahead: units of earlier prompts that the replica had to prefill first.
         cached_prefix: the prompt's entry in the prefix tree; None if the policy uses no
             prefixes.
@@ -97,10 +98,14 @@ class RoutedRequest:
 
 
 class _Choice(Frozen):
-    """A policy's choice of a replica.
+    """A policy's choice of a replica for a request.
 
-    `hit_units` of the prompt are in its prefix cache; `longest` is the longest cached prefix of any
-    replica, in blocks, and `path` the prompt's path in the prefix tree.
+    Attributes:
+        index: the index of the replica.
+        wait_s: the seconds until the request would start there.
+        hit_units: the units of the prompt that are in the replica's prefix cache.
+        longest: the longest cached prefix of any replica, in blocks.
+        path: the prompt's path in the prefix tree.
     """
 
     index: int
@@ -115,12 +120,13 @@ class Dispatcher:
 
     For each replica it counts the pending work: prompts that were sent there and have no first
     token yet. Work is measured in seconds: units to prefill, times the replica's seconds per unit,
-    which are learned from the times of first tokens.
+    which are learned from the times of first tokens. A unit is a byte of a prompt's text.
 
     Attributes:
         prefix_tree: which replicas were sent which prompts.
         unit_s: seconds per unit, by index of the replica.
-        num_units, num_hit_units, num_best_hit_units: sums over all requests.
+        num_units, num_hit_units, num_best_hit_units: sums of the prompts' lengths, of `hit_units`
+            and of `best_hit_units` (see `RoutedRequest`) over all requests.
     """
 
     def __init__(
@@ -268,9 +274,9 @@ class Dispatcher:
     ) -> float:
         """Return the seconds after which the first token of a request is expected.
 
-        They are the wait at the replica that `decide` would choose, and the prefill of the part of
-        the prompt that its prefix cache lacks. The arguments are as for `decide`. Returns infinity
-        if no replica is open.
+        This is the sum of the wait at the replica that `decide` would choose, and of the time to
+        prefill the part of the prompt that is not in the replica's prefix cache. The arguments are
+        as for `decide`. Returns infinity if no replica is open.
         """
         choice = self._choose(key, self._clock(), allowed, excluded)
         if choice is None:
@@ -315,7 +321,7 @@ class Dispatcher:
         return _Choice(index, wait_s.item(index), hit_units, longest, path)
 
     def _prefill_s(self, index: int, num_units: int) -> float:
-        """Return the seconds in which a replica prefills units, beside its running requests."""
+        """Return the seconds in which a replica, while it runs its requests, prefills units."""
         return (num_units + _DECODE_UNITS * self._num_open.item(index)) * self.unit_s[index]
 
     def _candidates(
@@ -348,9 +354,9 @@ class Dispatcher:
     def record_first_token(self, routed: RoutedRequest, *, is_whole_answer: bool = False) -> None:
         """Record that the first token of a request has come, and learn the replica's speed.
 
-        With `is_whole_answer` the replica did not stream, so the time includes all other tokens.
-        Such times count only as long as no first token has been measured. Then only the times of
-        the fastest answers count.
+        With `is_whole_answer` the replica did not stream, so the time includes the decoding of the
+        whole answer. Such times are used only until the first token of any stream has been
+        measured, and of these times only the fastest count.
         """
         if routed.has_first_token or routed.has_ended:
             return
@@ -420,9 +426,10 @@ class Dispatcher:
         self._min_wait_s[index] = min_wait_s if self._is_open[index] else math.inf
 
     def _overdue_s(self, index: int) -> float:
-        """Return the seconds for which a replica's pending work counts at least.
+        """Return the minimum wait in seconds for which a replica's pending work counts.
 
-        They count even if all work should be done by now, since no first token has come yet.
+        The minimum counts if all pending work should be done by now, but first tokens are still
+        missing.
         """
         return _MAX_OVERDUE_WORK_RATIO * self._pending_units[index] * self.unit_s[index]
 
@@ -435,5 +442,8 @@ class Dispatcher:
 def _decayed_sum(
     total: tuple[float, float], seconds: float, num_units: float
 ) -> tuple[float, float]:
-    """Add a measured time and its units to their sums, in which older values lose weight."""
+    """Add a measured time and its units to decayed sums, in which older values lose weight.
+
+    `total` has the sum of the seconds and the sum of the units; the result has the new sums.
+    """
     return total[0] * _SUM_DECAY + seconds, total[1] * _SUM_DECAY + num_units

@@ -23,8 +23,9 @@ _NUM_PREFERRED: Final = 2
 class HashRing:
     """Consistent hashing of prompts to replicas.
 
-    Each replica has points on a ring; a hash prefers the replicas whose points follow it. When a
-    replica leaves, only hashes that preferred it get other replicas.
+    Each replica has points on a ring of hashes; a prompt's hash prefers the replicas whose points
+    follow the hash on the ring. When a replica leaves, only the prompts that preferred this replica
+    get another one.
     """
 
     def __init__(self) -> None:

@@ -29,11 +29,11 @@ class RoutingState(Frozen):
     """The state of all replicas when a request arrives, from which a routing policy chooses.
 
     Replicas are numbered from 0. The router knows its own requests at once, and the requests of
-    other senders from the replicas' reports, which come every half second, and more rarely from
-    more than 125 replicas. No field counts running requests alone.
+    other senders from the replicas' reports. Each replica reports every half second, or more
+    rarely if there are more than 125 replicas. No field counts running requests alone.
 
     Attributes:
-        request_number: counts the requests.
+        request_number: the number of this request, counted from 0.
         wait_s: shape (replicas,): seconds until a new request would start, from this router's
             requests and the replica's last report; inf for replicas that get no requests. At
             least one is finite. Of idle replicas, the smallest value belongs to the replica with
@@ -42,9 +42,9 @@ class RoutingState(Frozen):
             ended.
         num_waiting: shape (replicas,): requests of all senders in a replica's queue, by its last
             report (`ServerLoad.waiting`); 0 for servers other than Twostroke, which report none.
-        prefill_s: by index of a candidate, seconds to prefill the part of the prompt that its
-            prefix cache lacks, slowed down by its running requests. Empty unless the policy is
-            one of `PREFIX_POLICIES`.
+        prefill_s: by index of a candidate replica, seconds to prefill the part of the prompt that
+            is not in the replica's prefix cache, slowed down by its running requests. Empty unless
+            the policy is in `PREFIX_POLICIES`.
     """
 
     request_number: int
@@ -58,10 +58,11 @@ Policy = Callable[[RoutingState], int]  # returns the index of a replica with a 
 
 
 def prefix(state: RoutingState, compute_weight: float = COMPUTE_WEIGHT) -> int:
-    """Return the replica that should give the first token soonest, also by its prefix cache.
+    """Return the replica with the lowest cost: the time to the first token, weighted.
 
-    A second of prefill counts more than a second of waiting, since prefill also delays requests
-    that come later.
+    The time is the wait and the prefill of the part of the prompt that is not in the replica's
+    prefix cache. A second of prefill counts more than a second of waiting, since prefill also
+    delays later requests. Open requests at a replica raise its cost.
     """
     best, min_cost_s = 0, math.inf
     for index, prefill_s in state.prefill_s.items():
@@ -108,7 +109,7 @@ PREFIX_POLICIES: Final = frozenset({"prefix"})  # policies that need `RoutingSta
 def mix(number: int) -> int:
     """Return 64 pseudo-random bits that depend on a number (the finalizer of SplitMix64).
 
-    Hashes of texts and points of the hash ring are made from it.
+    Hashes of texts and points of the hash ring are computed with it.
     """
     mixed = (number + 1) * _GOLDEN_GAMMA & _MASK_64
     mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK_64

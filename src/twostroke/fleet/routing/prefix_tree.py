@@ -15,13 +15,13 @@ _MAX_FREED_EDGES: Final = 4  # with each prompt, since freeing all at once would
 
 
 class CachedPrefix:
-    """A request's prompt in the prefix tree: its blocks are in the cache of a replica.
+    """The entry of a request's prompt in the prefix tree: a replica should have its blocks cached.
 
     Attributes:
         index: the index of the replica.
         epoch: how often the replica had been reset when the request was sent.
-        used_s: time of the request's end, after which the blocks may be evicted; inf until
-            then.
+        used_s: the time of the request's end, after which the blocks may be evicted; inf while the
+            request runs.
     """
 
     __slots__ = ("epoch", "index", "used_s")
@@ -34,12 +34,12 @@ class CachedPrefix:
 
 
 class TreeEdge:
-    """An edge of the radix tree of prompts: blocks that have only come one after another so far.
+    """An edge of the radix tree of prompts: a run of blocks at which no prompts have diverged yet.
 
     Attributes:
         keys: the keys of the blocks.
-        holders: by index of a replica, its latest request with all of these blocks; the latest
-            of all is the last.
+        holders: by index of a replica, the entry of its latest request with all of these blocks;
+            the replica with the latest request is the last.
         generation: the generation in which the edge was used last.
         has_branches: whether other edges follow this edge.
     """
@@ -57,14 +57,15 @@ class TreeEdge:
 
 
 class PrefixTree:
-    """A radix tree of prompts, as keys of blocks; a key stands for the prompt up to its block.
+    """A radix tree of prompts, which are lists of block keys.
 
-    A conversation that stays at its replica is a single edge, found by the key of its first block.
-    So a prompt takes one look-up for each branch on its path. It is enough to store a request at
-    the edges of its path: a replica that has the blocks of an edge has the blocks before them.
+    The key of a block is a hash of the prompt up to the end of this block. A conversation that
+    stays at its replica is a single edge, found by the key of its first block. So finding a prompt
+    takes one look-up for each branch on its path. A request is stored only at the edges of its
+    path, since a replica that has the blocks of an edge also has the blocks before them.
 
-    Edges are forgotten in two generations, at a constant cost for each prompt: edges that were not
-    used while half of `max_blocks` were added or used are dropped.
+    Old edges are dropped by generation, at a constant cost for each prompt: an edge is dropped if
+    it was not used while half of `max_blocks` blocks were added or used.
     """
 
     def __init__(self, max_blocks: int) -> None:
@@ -117,8 +118,8 @@ class PrefixTree:
     def longest_prefix(self, path: Path) -> tuple[int, list[int]]:
         """Return the length in blocks of the longest cached prefix, and replicas that have it.
 
-        `path` is the result of `find` for the prompt. There are at most `_MAX_HOLDERS` replicas,
-        the latest first.
+        `path` is the result of `find` for the prompt. At most `_MAX_HOLDERS` replicas are
+        returned, the replica with the latest such request first.
         """
         num_blocks = sum([count for _, count in path])
         for edge, count in reversed(path):
@@ -215,8 +216,8 @@ class PrefixTree:
 def _num_equal(edge_keys: tuple[int, ...], keys: Sequence[int], position: int) -> int:
     """Return how many keys of a tree's edge are equal to a prompt's keys from `position` on.
 
-    The first key of the edge is known to be equal. A key stands for all keys before it, so a
-    bisection finds the last equal key.
+    The first key of the edge is known to be equal. If two keys are equal, all keys before them are
+    equal, too, so a bisection finds the last equal key.
     """
     low, high = 1, min(len(edge_keys), len(keys) - position)
     if edge_keys[high - 1] == keys[position + high - 1]:

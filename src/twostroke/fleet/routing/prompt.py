@@ -1,4 +1,4 @@
-"""Reads from a request's body what routing needs: the prompt's blocks, the model, the limits."""
+"""Reads the facts for routing from a request's body: the prompt's blocks, the model, the limits."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ FALSE_VALUES: Final = frozenset(
 class _PromptBody(msgspec.Struct):
     """The fields of a request's JSON body that the router reads, for all protocols.
 
-    They stay undecoded, so that no value of a field is an error here: the replica checks them.
+    Their values stay undecoded, so that a wrong value is no error here: the replica reports it.
     """
 
     model: Raw = _NONE
@@ -79,8 +79,8 @@ class TracedPrompt(Frozen):
     """Facts about a prompt's text that a recorded trace has.
 
     Attributes:
-        hashes: the hashes of its blocks.
-        parting: where it parts from earlier prompts, in bytes.
+        hashes: the hashes of the prompt's blocks.
+        parting: the point, in bytes, at which the prompt begins to differ from earlier prompts.
     """
 
     hashes: Sequence[int]
@@ -117,9 +117,9 @@ class RoutedPrompt(Frozen):
     def max_answer_tokens(self, path: str, context_length: int, *, is_foreign: bool = False) -> int:
         """Return the maximum number of tokens of all answers to the request on a path.
 
-        With `is_foreign`, a server other than Twostroke may answer. Which of several limit fields
-        that server follows is unknown, so the largest counts. Fields that only llama-server has are
-        no limit on the paths of OpenAI.
+        With `is_foreign`, a server other than Twostroke may answer. If the request has several
+        limit fields, it is unknown which field that server obeys, so the largest counts. On
+        OpenAI's paths, fields that only llama-server has do not count as limits then.
         """
         fields = ANSWER_FIELDS.get(path, _UNKNOWN_PATH_FIELDS)
         limits = dict(self.limits)
@@ -160,10 +160,10 @@ def read_prompt(
 ) -> RoutedPrompt:
     """Return the fields of a request body that routing uses.
 
-    If the body is not a JSON object, only its size is used. The salt separates tenants, which do
-    not share KV pages. With `stable_prefix`, lines that change with each request are left out of
-    the routing key, since the replicas remove them. `trace` returns the facts for a recorded trace,
-    from the prompt's text.
+    If the body is not a JSON object, only its size is used. Tenants do not share KV pages, so each
+    tenant has its own `salt`, which becomes part of the hashes. With `stable_prefix`, lines that
+    change with each request are left out of the routing key, since the replicas remove them.
+    `trace` returns the facts for a recorded trace, from the prompt's text.
     """
     num_tokens = len(body) // _TOKEN_BYTES
     try:
@@ -199,7 +199,7 @@ def read_prompt(
 def key_without_prompt(salt: bytes) -> RoutingKey:
     """Return the routing key of a request without a prompt, such as a request for a stored answer.
 
-    It spreads requests over the replicas by tenant only.
+    All such requests of a tenant have the same key.
     """
     return RoutingKey(block_keys=(), num_units=0, affinity=_hash(salt))
 
@@ -238,7 +238,7 @@ def _hash(text: bytes) -> int:
 
 
 def _text(raw: Raw) -> str:
-    """Return the string that an undecoded JSON value is; an empty string for any other value."""
+    """Decode a JSON value that is a string; return an empty string for any other value."""
     try:
         return msgspec.json.decode(raw, type=str) if bytes(raw)[:1] == b'"' else ""
     except JSON_ERRORS:
@@ -246,7 +246,7 @@ def _text(raw: Raw) -> str:
 
 
 def _number(raw: Raw) -> int | None:
-    """Return the number that an undecoded JSON value is, as an integer; None for any other value.
+    """Decode a JSON value that is a number, and return it as an integer; None for other values.
 
     Numbers in strings are read, too, since some servers accept them.
     """
@@ -270,7 +270,7 @@ def _limits_of(body: _PromptBody) -> dict[str, int]:
 
 
 def _whole_number(raw: Raw) -> int | None:
-    """Return a whole number from its JSON, such as 5, 5.0 or 5e0; None for any other value."""
+    """Decode a JSON value that is a whole number, such as 5, 5.0 or 5e0; None for other values."""
     try:
         number = msgspec.json.decode(raw, type=int | float) if raw else None
     except JSON_ERRORS:
