@@ -1,4 +1,4 @@
-"""The ASGI layer that enforces limits which several routers share."""
+"""The ASGI layer that enforces the limits of API keys that several routers share."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 class SharedLimitCheck:
     """The ASGI layer that refuses requests over the limits that routers share.
 
-    It stands in place of `LimitCheck`. A request is admitted after its body was read, so that one
-    message to the store takes the request, its tokens and its turn. If the router's own limiter has
-    nothing left, the store is asked before the body is read.
+    It replaces `LimitCheck`, which knows only one server's requests. A request is admitted after
+    its body was read, so that one message to the store counts the request, its tokens and its slot
+    in the limit of parallel requests. If the router's own limiter would refuse the request, the
+    store is asked before the body is read.
     """
 
     def __init__(self, app: ASGIApp, records: SharedRecords) -> None:
@@ -74,7 +75,7 @@ class SharedSpending:
     """
 
     def __init__(self, records: SharedRecords, request: ServedRequest) -> None:
-        """Begin with a request that has taken nothing."""
+        """Start with a request that has not taken any part of its key's limits."""
         self._records = records
         self._request = request
         self._began_s = time.monotonic()
@@ -90,7 +91,7 @@ class SharedSpending:
         self._num_tokens = num_tokens
 
     async def refusal(self) -> Refusal | None:
-        """Return why the request may not start; None if it may, or if that is not known yet."""
+        """Return why the request may not start; None if it may, or if `admit` must decide."""
         assert self.limiter is not None
         own_refusal = self.limiter.refusal()
         if own_refusal is None:
@@ -101,7 +102,7 @@ class SharedSpending:
             return own_refusal
 
     async def admit(self) -> None:
-        """Take the request, its tokens and its turn from the limits of its key.
+        """Count the request, its tokens and its parallel slot against the limits of its key.
 
         Raises:
             RateLimitError: the limits do not allow the request now.
@@ -120,16 +121,16 @@ class SharedSpending:
             raise rate_limit_error(refusal)
 
     async def settle(self) -> None:
-        """Count the usage of the request, which has ended but for its last bytes.
+        """Count the usage of the request before its last bytes are sent to the client.
 
-        Returns when the usage is in the store, or the store is away.
+        Returns when the usage is in the store, or when the store does not answer in time.
         """
         self.end()
         if billable_usage(self._request) is not None:
             await self._records.count(self._request)
 
     def end(self) -> None:
-        """Return the turn and the unused tokens of the request, once."""
+        """Give back the request's parallel slot and its unused tokens; later calls do nothing."""
         if self._is_ended or self.limiter is None or self._key is None:
             return
         self._is_ended = True
@@ -151,7 +152,9 @@ class SharedSpending:
         )
 
     async def _ask(self, kind: str) -> Refusal | None:
-        """Ask the store whether the request may start; return why it may not.
+        """Ask the store whether the request may start; return why it may not, or None.
+
+        `kind` is the operation: "admit" counts the request if it may start, "check" only asks.
 
         Raises:
             AwayError: the store does not answer in time.
@@ -169,7 +172,11 @@ class SharedSpending:
         return self.limiter.empty_refusal(result)
 
     def _take(self, result: str, levels: dict[str, float]) -> None:
-        """Take the answer of the store for the router's own limiter."""
+        """Apply the store's answer to the router's own limiter.
+
+        `result` says whether the store has admitted the request; `levels` are the levels of the
+        key's token buckets.
+        """
         assert self.limiter is not None
         if result == "admitted":
             self._hold(self.limiter)

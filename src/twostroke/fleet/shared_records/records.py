@@ -1,7 +1,8 @@
-"""A router's part of the records that routers share: sends batches to the store, or decides alone.
+"""A router's client of the Redis store with the records that several routers share.
 
-All requests of a router share one connection, on which one batch follows another. While a batch is
-on its way, the next one is collected, so that a slow store costs waiting and no work.
+All requests of a router share one connection, which sends one batch of operations after another.
+While a batch is on its way, the operations of the next batch are collected, so a slow store makes
+requests wait, but needs no more work. While the store does not answer, the router decides alone.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class LimitOperation:
     """One change or check of a key's limits in the store.
 
     Attributes:
-        fields: the operation, as the script reads it.
-        reply: is set to the result; None if no request waits.
+        fields: the operation in the form that the store's script reads.
+        reply: a future for the result; None if no request waits for the result.
         take: called with the result and the levels of the key's buckets, before `reply` is set.
     """
 
@@ -87,7 +88,7 @@ class LimitOperation:
 
 
 class _Usage:
-    """Usage that is sent until the store has confirmed it, always with the same number."""
+    """Usage that is sent again, with the same number, until the store has confirmed it."""
 
     def __init__(
         self,
@@ -117,21 +118,21 @@ class _Usage:
         }
 
     def confirm(self) -> None:
-        """Tell the requests that wait that their usage is in the store."""
+        """Wake the requests that wait until their usage is in the store."""
         _set_done(self._waiting)
 
 
 class SharedRecords:
     """The API keys, limits and usage that a router shares with other routers.
 
-    While the store does not answer, the router decides by its own limiters, which have the levels
-    that the store has reported last, and collects usage until the store is back.
+    While the store does not answer ("is away"), the router decides by its own limiters, which have
+    the levels that the store has reported last, and collects usage until the store answers again.
 
     Attributes:
         usage: the usage that was not sent yet.
         costs: the costs of replicas and upstreams.
         is_away: whether the store does not answer in time, so that the router decides alone.
-        num_alone: requests that were admitted or ended while the store was away.
+        num_alone: requests that the router has admitted or counted without the store.
         num_batches: batches that the store has answered.
         batch_s: the time that these batches took, in seconds.
         warning: a sentence about another router that has other fixed keys or secrets; else empty.
@@ -149,7 +150,7 @@ class SharedRecords:
 
         Args:
             store: the connection.
-            keys: the router's API keys, which follow the store.
+            keys: the router's API keys, which are updated from the store.
             replica_key: the secret of routers and replicas.
             max_wait_s: how long a request waits for the store before the router decides alone.
             clock: returns this machine's Unix time.
@@ -187,12 +188,12 @@ class SharedRecords:
 
     @property
     def num_unwritten(self) -> int:
-        """The number of requests whose usage is not known to be in the store."""
+        """The number of requests whose usage the store has not confirmed yet."""
         waiting = self._unconfirmed.num_requests if self._unconfirmed is not None else 0
         return self.usage.num_requests + waiting
 
     async def start(self) -> None:
-        """Begin to exchange batches with the store; return after the first one."""
+        """Start to exchange batches with the store; return after the first batch."""
         await self._exchange()
         self._task = asyncio.create_task(self._run())
 
@@ -270,7 +271,7 @@ class SharedRecords:
         """Do nothing, since `stop` has written all usage."""
 
     async def count(self, served_request: ServedRequest) -> None:
-        """Count the usage of a request; return when it is in the store, or the store is away."""
+        """Count the usage of a request; return when the store has it, or does not answer."""
         self.observe(served_request)
         if self.is_away:
             self.num_alone += 1
@@ -280,9 +281,10 @@ class SharedRecords:
         await self._wait(written)
 
     async def exchange_costs(self) -> None:
-        """Tell other routers the costs that running requests may reach, and learn theirs.
+        """Exchange reserved costs with other routers, through the store.
 
-        Returns when the store has answered, or is away.
+        Sends the costs that this router's running requests may reach, and receives the same of the
+        other routers. Returns when the store has answered, or does not answer in time.
         """
         if self.is_away:
             return
@@ -356,7 +358,10 @@ class SharedRecords:
         return True
 
     def _take_operations(self) -> list[LimitOperation]:
-        """Return the operations of the next batch."""
+        """Return the operations of the next batch, and remove them from the queue.
+
+        If the store may have wrong counts, the batch begins with this router's own counts.
+        """
         operations, self._operations = self._operations, []
         if not self._needs_sync:
             return operations
@@ -407,7 +412,7 @@ class SharedRecords:
         return batch
 
     def _log_damage(self, key_ids: list[bytes]) -> None:
-        """Log that the store has removed damaged limits, which all routers now set again."""
+        """Log that the store has removed damaged limits, which the routers' counts replace."""
         for key_id in key_ids:
             _logger.error(
                 "The limits of key %s in the store %s were damaged: they go on from what the "
@@ -417,7 +422,7 @@ class SharedRecords:
             )
 
     def _retry(self, operations: list[LimitOperation]) -> None:
-        """Send operations again with the router's counts, since the store has not run the batch."""
+        """Queue operations of a batch that the store has not run, with the router's own counts."""
         self._needs_sync = True
         self._operations = [*operations, *self._operations]
         self._wake.set()
@@ -463,7 +468,7 @@ class SharedRecords:
         self._needs_keys = False
 
     def _fail(self, operations: list[LimitOperation], reason: str) -> None:
-        """Let the requests that wait decide without the store."""
+        """Make requests that wait for a failed batch continue without the store."""
         self._needs_sync = True
         self._go_alone(reason)
         for operation in operations:
@@ -518,5 +523,5 @@ def _set_done(futures: Iterable[asyncio.Future[None]]) -> None:
 
 
 def _digest(text: str) -> str:
-    """Return 16 bits that show a difference of secrets, and are too few to test guesses."""
+    """Return a 16-bit digest: enough to notice different secrets, too short to test guesses."""
     return hashlib.sha256(text.encode()).hexdigest()[:4]

@@ -1,11 +1,11 @@
-"""The script that Redis runs for each batch of a router, as a whole or not at all.
+"""The Lua script that Redis runs for each batch of a router: the whole batch, or nothing.
 
 Everything that routers share has keys that begin with `PREFIX`:
 
 | key | type | content |
 |---|---|---|
 | `identity` | text | a random word; if it is missing, or all keys are, the data were removed |
-| `begun` | text | is there for `BEGUN_S` after a command or router has written to an empty store |
+| `begun` | text | exists for `BEGUN_S` after a command or router has written to an empty store |
 | `keys`, `last-used` | hash | an API key's record, and the minute of its last use, by its id |
 | `change` | text | another random word after each change of the API keys |
 | `usage:DAY`, `usage-days` | hash, set | counts of requests and tokens, and the days with any |
@@ -13,7 +13,7 @@ Everything that routers share has keys that begin with `PREFIX`:
 | `costs:DAY`, `cost-days` | hash, set | costs by owner, and the days with any |
 | `cost-sums:DAY` | hash | sums of a day's costs by account, which is an upstream with a currency |
 | `reserved` | hash | the most that a router's requests may cost, and when: by router and account |
-| `lease:ROUTER` | text | is there while the router lives, and for `LEASE_MS` longer |
+| `lease:ROUTER` | text | exists while the router lives, and for `LEASE_MS` longer |
 | `routers` | hash | digests of each router's own keys and of its secret |
 | `written:ROUTER` | hash | the numbers of the router's newest batch, and of its newest usage |
 

@@ -1,4 +1,4 @@
-"""Costs that several routers share: the sums of each day, and the costs that requests may reach."""
+"""Costs that several routers share: the sums of each day, and reserved costs of open requests."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ _NUM_COUNTS: Final = len(COUNT_COLUMNS)
 
 
 class SharedCosts:
-    """A router's part of the costs that routers share.
+    """A router's view of the costs that routers share, and the costs to send to the store.
 
-    An account is the name of an upstream, or `here`, with a currency. `SharedRecords` sends rows
-    with the usage, so that each row is added once.
+    An account is a text with the name of an upstream, or `here` for the replicas, and a currency.
+    `SharedRecords` sends new rows together with the usage, so that each row is added once.
 
     Attributes:
         on_report: called after each reply of the store; None if the router has no upstreams.
         rows: costs that were not sent yet.
-        reserved: the most that this router's running requests may cost, in billionths, by account.
-        others_reserved: the same for all other routers, also if they have died on this day.
+        reserved: the maximum cost of this router's running requests, in billionths, by account.
+        others_reserved: the maximum cost of all other routers' running requests, by account; also
+            of routers that have died on this day.
         num_routers: the routers that share the store, with this one.
         damaged: accounts whose sums of the day are damaged in the store.
     """
 
     def __init__(self) -> None:
-        """Begin without costs."""
+        """Start with no costs."""
         self.on_report: Callable[[], None] | None = None
         self.rows: CostRows = {}
         self.reserved: dict[str, int] = {}
@@ -45,13 +46,14 @@ class SharedCosts:
 
     @property
     def has_unwritten(self) -> bool:
-        """Whether costs are not known to be in the store."""
+        """Whether there are costs that the store has not confirmed yet."""
         return bool(self.rows or self._sent_rows)
 
     def sums(self, day: str, account: str) -> list[int]:
-        """Return the counts of an account on a day, of all routers; as `COUNT_COLUMNS`.
+        """Return the counts of an account on a day, in the order of `COUNT_COLUMNS`.
 
-        They include this router's rows that the store has not confirmed yet.
+        The counts are sums over all routers, and include this router's rows that the store has not
+        confirmed yet.
         """
         counts = list(self._sums.get(account, [0] * _NUM_COUNTS))
         if day != self._day:
@@ -72,7 +74,7 @@ class SharedCosts:
         )
 
     def take(self) -> list[Any]:
-        """Return the new rows in the form of the script; they are sent until `confirm`."""
+        """Return the new rows in the form of the script; the caller sends them until `confirm`."""
         self._sent_rows, self.rows = self.rows, {}
         return [
             (
@@ -88,9 +90,9 @@ class SharedCosts:
         self._sent_rows = {}
 
     def request(self, day: str) -> dict[str, Any]:
-        """Return the part of a batch about costs: reservations, and the sums that are known.
+        """Return the part of a batch about costs: reservations, and the last sums of the day.
 
-        The script restores sums of the day that were removed or are damaged.
+        With these sums, the script restores sums that were removed or are damaged in the store.
         """
         if day != self._day:
             self._day, self._sums, self.damaged = day, {}, frozenset()
@@ -101,7 +103,7 @@ class SharedCosts:
         return {"day": day, "sums": sums, "reserved": reserved}
 
     def take_report(self, report: list[Any], num_routers: int) -> None:
-        """Take the script's report: the sums of the day, and the reservations of other routers."""
+        """Apply the script's report: the sums of the day, and the other routers' reservations."""
         self.num_routers = num_routers
         sums, damaged = dict[str, list[int]](), set[str]()
         for field, count in _pairs(report[0]).items():
@@ -119,7 +121,7 @@ class SharedCosts:
 
 
 def account_of(owner: CostOwner) -> str:
-    """Return the account of a row of costs."""
+    """Return the account to which a row of costs belongs: its upstream and its currency."""
     return f"{owner.upstream} {owner.currency}"
 
 
@@ -129,6 +131,6 @@ def _fields(owner: str, counts: list[int]) -> list[tuple[str, str]]:
 
 
 def _pairs(values: list[bytes]) -> Mapping[str, str]:
-    """Return the fields of a reply that has each name before its value."""
+    """Convert a flat list of names and values, as Redis returns a hash, to a dictionary."""
     texts = [value.decode("utf-8", "replace") for value in values]
     return dict(zip(texts[::2], texts[1::2], strict=True))

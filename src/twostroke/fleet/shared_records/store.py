@@ -92,9 +92,9 @@ class StoreConnection:
 
 @contextmanager
 def open_store(url: str) -> Iterator[Any]:
-    """Open a connection to the store for a command, and check the server.
+    """Open a connection to the store for a `twostroke` command, and check the server.
 
-    Errors of the server inside the block become a `StoreError`.
+    Redis errors inside the `with` block become a `StoreError`.
 
     Raises:
         UsageError: the extra is not installed, the URL is not valid, the server refuses the
@@ -136,12 +136,15 @@ def open_store(url: str) -> Iterator[Any]:
 
 
 def check_scripts(client: Any) -> None:
-    """Check inside `open_store` that a router may run its script; its error becomes a sentence."""
+    """Check that the server lets a router run its script.
+
+    Call this inside the block of `open_store`, which reports the server's error.
+    """
     client.register_script("return 1")()
 
 
 def keeps_nothing(client: Any) -> bool:
-    """Return whether the server writes nothing to its disk, so that its restart loses all."""
+    """Return whether the server writes nothing to disk, so that a restart loses all data."""
     facts = client.info()
     is_saved = facts.get("aof_enabled") == 1
     with suppress(Exception):  # servers of clouds refuse the command
@@ -151,6 +154,8 @@ def keeps_nothing(client: Any) -> bool:
 
 def _check_server(facts: dict[str, Any], address: str) -> None:
     """Check that the Redis server can keep the records that routers share.
+
+    `facts` is the server's reply to INFO.
 
     Raises:
         UsageError: it is too old, read-only, part of a cluster, or may remove entries.
@@ -179,7 +184,7 @@ def _check_server(facts: dict[str, Any], address: str) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """Return an error of Redis as a part of a sentence."""
+    """Return the message of a Redis error, in a form that fits into a sentence."""
     text = _PLACE_IN_SCRIPT.sub("", str(error)).strip().removesuffix(".")
     if _FORBIDDEN.search(text):
         return f"its access rules forbid a command: {text}"

@@ -45,7 +45,9 @@ def add(store: Any, name: str, tenant: str, **facts: Any) -> tuple[Key, str]:
 
 
 def find(store: Any, word: str) -> Key:
-    """Return the API key that a user names by id or name; of several, the valid or newest one.
+    """Return the API key that a user names by id or name.
+
+    If several keys have the name, the valid key is returned, or else the newest.
 
     Raises:
         UsageError: no key has this id or name.
@@ -57,7 +59,7 @@ def change(store: Any, key: Key, **facts: Any) -> Key:
     """Change attributes of an API key in the store, and return the changed key.
 
     Raises:
-        UsageError: the key is revoked, or is not there.
+        UsageError: the key is revoked, or is not in the store any more.
     """
 
     def make(keys: list[Key]) -> tuple[Key, str]:
@@ -78,7 +80,10 @@ def all_keys(store: Any) -> list[tuple[Key, int | None]]:
 
 
 def decode_keys(records: dict[bytes, bytes]) -> list[Key]:
-    """Return the API keys of records, the oldest first; log damaged records, and leave them out."""
+    """Decode the records of API keys, and return the keys, the oldest first.
+
+    Damaged records are logged and left out.
+    """
     keys: list[Key] = []
     for id_, record in records.items():
         try:
@@ -120,7 +125,11 @@ def damaged_owners(store: Any, since: str, until: str) -> list[Owner]:
 def sum_rows(
     store: Any, days_name: str, prefix: str, since: str, until: str
 ) -> Iterable[tuple[str, str, dict[str, bytes]]]:
-    """Yield the day, the text of the owner and the counts of each row of a hash of sums."""
+    """Yield the rows of the hashes that count sums by day, from `since` to `until`.
+
+    Each row is a day, the text of an owner, and the owner's counts by name. `days_name` is the set
+    of days with counts; `prefix` and the day make the name of a hash.
+    """
     days = sorted(day.decode("ascii", "replace") for day in store.smembers(PREFIX + days_name))
     for day in days:
         if not since <= day <= until:
@@ -143,7 +152,7 @@ def _usage(store: Any, since: str, until: str) -> Iterable[tuple[Owner, dict[str
 
 
 def are_intact(counts: dict[str, bytes], names: Iterable[str] = _COUNTS) -> bool:
-    """Return whether all counts of a row are numbers, and have names of `names`."""
+    """Return whether all counts of a row are numbers and all their names are in `names`."""
     return all(count.isdigit() for count in counts.values()) and set(counts) <= set(names)
 
 
@@ -155,7 +164,10 @@ def _find(keys: list[Key], word: str) -> Key:
 
 
 def _write(store: Any, make: Callable[[list[Key]], tuple[Key, str]]) -> tuple[Key, str]:
-    """Store the key that `make` returns for all present keys, in one transaction."""
+    """Store a new or changed API key in one transaction.
+
+    `make` gets all current keys, and returns the key to store with its text; both are returned.
+    """
 
     def write(pipe: Any) -> tuple[Key, str]:
         key, text = make(decode_keys(pipe.hgetall(_KEYS)))

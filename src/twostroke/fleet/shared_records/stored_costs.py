@@ -29,7 +29,7 @@ def amounts(store: Any, since: str, until: str) -> list[CostAmount]:
 
 
 def damaged_owners(store: Any, since: str, until: str) -> list[CostOwner]:
-    """Return whose costs are damaged in the store, from the day `since` to the day `until`."""
+    """Return the owners of damaged cost rows, from the day `since` to the day `until`."""
     return [
         owner
         for owner, counts in _costs(store, since, until)
