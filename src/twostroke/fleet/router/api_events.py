@@ -1,4 +1,4 @@
-"""Checks the answers of APIs: the events of a stream one by one, or a whole answer."""
+"""Checks the answers of upstream APIs: each event of a stream, or a complete JSON answer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NOT_EVENTS: Final = "Its stream has lines that are no events."
 
 
 class _ApiEvent(msgspec.Struct):
-    """The fields that show whether an event, or a whole answer, is an error or an end."""
+    """The fields that show whether an event, or a complete answer, is an error or the end."""
 
     type: Any = None
     error: Raw = Raw()
@@ -36,7 +36,7 @@ class _ApiEvent(msgspec.Struct):
 
 
 class _ApiChoice(msgspec.Struct):
-    """A choice of an event of OpenAI's protocol."""
+    """An entry of `choices` in an event of OpenAI's protocol."""
 
     index: int = 0
     finish_reason: Any = None
@@ -47,16 +47,16 @@ _event_decoder: Final = msgspec.json.Decoder(_ApiEvent)
 
 
 class ApiEvents:
-    """Checks the events of a stream as they come.
+    """Checks the events of an API's stream as they arrive.
 
     Attributes:
-        has_content: whether an event has come that has a part of the answer.
-        fault: the error for the first event that reports an error or is malformed; None without
-            one.
+        has_content: whether an event with a part of the answer has arrived.
+        fault: the error for the first event that reports an error or is malformed; None if all
+            events were valid.
     """
 
     def __init__(self, protocol: Protocol) -> None:
-        """Check a stream of a protocol."""
+        """Prepare to check a stream in OpenAI's or Anthropic's protocol."""
         self._is_anthropic = protocol == "anthropic"
         self._held_data = b""
         self._has_end_mark = False
@@ -66,13 +66,13 @@ class ApiEvents:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the answer has ended: by an end mark, or by the ends of all choices so far."""
+        """Whether the answer has ended: by an end event, or because all choices have ended."""
         return self._has_end_mark or (bool(self._is_ended) and all(self._is_ended.values()))
 
     def take(self, data: bytes) -> bytes:
-        """Add received bytes, and return the complete events, up to the first faulty event.
+        """Add received bytes; return the complete events, up to the first event with a fault.
 
-        An incomplete event waits for the rest; empty bytes end the stream.
+        An incomplete event is held back until its rest arrives. Empty `data` ends the stream.
         """
         if not data and self._held_data.strip():
             data = b"\n\n"  # the last event had no empty line after it
@@ -92,7 +92,7 @@ class ApiEvents:
         return data[:end]
 
     def _check(self, text: bytes) -> None:
-        """Read an event; raise UpstreamError if it reports an error or is malformed."""
+        """Check one event; raise UpstreamError if it reports an error or is malformed."""
         parts: list[bytes] = []
         for line in text.splitlines():
             name, colon, value = line.partition(b":")
@@ -120,7 +120,7 @@ class ApiEvents:
             self.has_content = True
 
     def _read_choices(self, choices: bytes) -> None:
-        """Note which choices an event of OpenAI's protocol has, and which of them it ends."""
+        """Note the choices in an event of OpenAI's protocol, and whether the event ends them."""
         with suppress(*JSON_ERRORS):  # other forms are for the client to judge
             for choice in _choices_decoder.decode(choices):
                 has_ended = isinstance(choice.finish_reason, str)
@@ -128,10 +128,10 @@ class ApiEvents:
 
 
 def check_whole_answer(body: bytes, protocol: Protocol) -> None:
-    """Check that a body is a whole answer of a protocol.
+    """Check that a body is a complete JSON answer in OpenAI's or Anthropic's protocol.
 
     Raises:
-        UpstreamError: it is an error, or no answer.
+        UpstreamError: the body is an error, or is not an answer.
     """
     try:
         answer = _event_decoder.decode(body)
@@ -145,7 +145,7 @@ def check_whole_answer(body: bytes, protocol: Protocol) -> None:
 
 
 def error_message(body: bytes, key: str) -> str:
-    """Return the message in an error response, as one short line without the key."""
+    """Return the message in an error response, as one short line from which `key` is removed."""
     try:
         value = msgspec.json.decode(body)
     except JSON_ERRORS:

@@ -1,7 +1,7 @@
 """Sends a request to an API, and passes the answer on to the client in the same protocol.
 
-Nothing is sent to the client before the answer has proved to be one: a whole JSON answer, or the
-first event of a stream that has content. Until then another upstream or a replica can answer.
+Nothing is sent to the client before a complete JSON answer, or the first event of a stream with
+content, has arrived and was checked. Until then another upstream or a replica can answer.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class ApiExchange:
 
     Attributes:
         is_charged: whether the answer has begun, so that the upstream charges for the request.
-        may_be_computed: whether the upstream has the request, and has not shown that it computed
-            nothing: then it may charge for the request, although its answer is missing.
+        may_be_computed: whether the upstream may have computed the request without an answer, for
+            example because it was silent too long. It may then charge for the request, too.
     """
 
     def __init__(
         self, request: ProxiedRequest, upstream: Upstream, bought: BoughtModel, via: bytes
     ) -> None:
-        """Prepare an attempt; `via` names this router to other routers."""
+        """Prepare an attempt; `via` is the value of the header that names this router."""
         self._request = request
         self._upstream = upstream
         self._bought = bought
@@ -75,12 +75,12 @@ class ApiExchange:
         self.is_charged = self.may_be_computed = False
 
     async def run(self, fields: dict[str, Raw]) -> None:
-        """Send the request with these fields, and the answer to the client.
+        """Send the request with these fields to the upstream, and the answer to the client.
 
         Raises:
-            UpstreamError: the upstream did not answer, and the client has nothing yet.
+            UpstreamError: the upstream did not answer, and nothing was sent to the client yet.
             LostAnswerError: the upstream broke off its answer.
-            ClientGoneError: the client has left.
+            ClientGoneError: the client has disconnected.
         """
         request, upstream = self._request, self._upstream
         request.log.replica, request.log.upstream = None, upstream.name
@@ -110,7 +110,10 @@ class ApiExchange:
             await self._pass_whole()
 
     async def _send(self, fields: dict[str, Raw]) -> Head:
-        """Send the request; if an idle connection turns out to be closed, over a new one."""
+        """Send the request, and return the head of the response.
+
+        If an idle connection turns out to be closed, the request is sent over a new connection.
+        """
         request, upstream = self._request, self._upstream
         spec, scope = upstream.spec, self._request.scope
         path = scope["path"]
@@ -147,7 +150,10 @@ class ApiExchange:
             upstream.pool.close_idle()
 
     async def _refuse(self, head: Head) -> None:
-        """Raise the error for an answer with an error status, also if its body is cut."""
+        """Read the body of a response with an error status, and raise the error for it.
+
+        Raises it also if the body is incomplete.
+        """
         body = bytearray()
         with suppress(UpstreamError, TimeoutError):
             async with asyncio.timeout(_MAX_ERROR_S):
@@ -164,7 +170,7 @@ class ApiExchange:
         raise error
 
     async def _pass_whole(self) -> None:
-        """Pass on an answer that is not streamed, once it has come as a whole."""
+        """Send an answer that is not streamed to the client, once it is complete."""
         request = self._request
         body = bytearray()
         while data := await self._read():
@@ -178,7 +184,7 @@ class ApiExchange:
         await request.respond(self._client_head(_JSON_TYPE), data)
 
     async def _pass_stream(self) -> None:
-        """Pass on a stream of events, from its first event with content on.
+        """Send a stream of events to the client, once its first event with content has arrived.
 
         Raises:
             UpstreamError: the stream has ended, or failed, before an event with content.
@@ -199,10 +205,10 @@ class ApiExchange:
         await request.end_response(request.splitter.take(b"", is_last=True))
 
     async def _first_events(self, events: ApiEvents) -> bytes:
-        """Return the events of a stream up to the first with content.
+        """Return the bytes of a stream up to its first event with content.
 
         Raises:
-            UpstreamError: the stream has ended before, or has an error.
+            UpstreamError: the stream has ended before that event, or has an error.
         """
         data = b""
         while not events.has_content:
@@ -260,7 +266,7 @@ class ApiExchange:
         return UpstreamError(f"It has been silent for {seconds:g} s.", "timeout")
 
     def _client_head(self, media_type: bytes) -> Head:
-        """Return the head of the client's response; nothing of the upstream's own is in it."""
+        """Return the head of the response to the client, without headers of the upstream."""
         headers = [(b"content-type", media_type), (UPSTREAM_HEADER, self._upstream.name.encode())]
         if media_type == _STREAM_TYPE:
             headers.append((b"cache-control", b"no-cache"))
@@ -268,6 +274,6 @@ class ApiExchange:
 
 
 def _without_address(error: ReplicaError) -> str:
-    """Return the sentence about a lost connection or an answer that is not HTTP."""
+    """Return an error's message without the address of the upstream."""
     text = str(error)
     return _CUT_OFF if text.endswith("closed the connection.") else text.replace("replica", "API")

@@ -1,8 +1,8 @@
 """Translates a client's request into a request to an API: its fields, its model and its headers.
 
-The protocol stays the same. Fields that only servers like ours know would be refused by APIs, so
-they are removed if the answer means the same without them. A request with a field that cannot be
-removed is never sent to an API.
+The protocol stays the same. APIs would refuse fields that only inference servers such as Twostroke
+know. Such a field is removed if the answer means the same without it; otherwise the request is
+never sent to an API.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ _fields_decoder: Final = msgspec.json.Decoder(dict[str, Raw])
 
 
 def fields_of(body: bytes, path: str) -> dict[str, Raw] | None:
-    """Return the fields of a request that may be sent to an API; None if it must stay here.
+    """Return the fields of a request that may be sent to an API; None if only replicas may answer.
 
-    It stays if it is not a JSON object, has one of `LOCAL_FIELDS`, asks to store the answer, or
-    continues a message whose reasoning only our servers can read.
+    Only replicas may answer a request whose body is not a JSON object, has one of `LOCAL_FIELDS`,
+    asks to store the answer, or has reasoning that only Twostroke's servers can read.
     """
     try:
         fields = _fields_decoder.decode(body)
@@ -87,12 +87,12 @@ def fields_of(body: bytes, path: str) -> dict[str, Raw] | None:
 
 
 def local_field(fields: Mapping[str, Raw], path: str) -> str:
-    """Return the first field that an API could not honour; empty if there is none."""
+    """Return the name of the first field that APIs do not support; empty if there is none."""
     return next((name for name, value in fields.items() if _is_local(name, value, path)), "")
 
 
 def local_field_of(body: bytes, path: str) -> str:
-    """Return `local_field` of the fields in a body; empty for a body that is no JSON object."""
+    """Return the result of `local_field` for a body; empty if the body is not a JSON object."""
     try:
         return local_field(_fields_decoder.decode(body), path)
     except JSON_ERRORS:
@@ -100,7 +100,7 @@ def local_field_of(body: bytes, path: str) -> str:
 
 
 def api_body(fields: dict[str, Raw], path: str, spec: UpstreamSpec, bought: BoughtModel) -> bytes:
-    """Return the body for an upstream: its name of the model, and only fields that it knows."""
+    """Return the body for an upstream, with its own model name and only fields that it knows."""
     unknown_names = REMOVED_FIELDS[path] | LOCAL_FIELDS[path] | {*spec.drop, *_ON_BY_DEFAULT}
     changed: dict[str, Any] = {
         spec.rename.get(name, name): value
@@ -117,9 +117,10 @@ def api_body(fields: dict[str, Raw], path: str, spec: UpstreamSpec, bought: Boug
 
 
 def api_headers(scope: Scope, spec: UpstreamSpec, key: str, via: bytes) -> Headers:
-    """Return the headers for an upstream; of the client's, only Anthropic's versions are sent.
+    """Return the headers of a request to an upstream.
 
-    `via` names the routers that the request has passed, so that a router recognizes its own.
+    Of the client's headers, only the headers with versions of Anthropic's API are kept. `via` names
+    the routers that the request has passed, so that a router recognizes its own requests.
     """
     headers: Headers = [
         (b"content-type", b"application/json"),
@@ -142,7 +143,7 @@ def is_stream(fields: Mapping[str, Raw]) -> bool:
 
 
 def _is_local(name: str, value: Raw, path: str) -> bool:
-    """Return whether an API could not honour a field with this value, of a request to `path`."""
+    """Return whether APIs do not support a field with this value in a request to `path`."""
     data = bytes(value)
     if name in LOCAL_FIELDS[path]:
         return data.replace(b" ", b"") not in _NEUTRAL_VALUES
@@ -154,7 +155,10 @@ def _is_local(name: str, value: Raw, path: str) -> bool:
 
 
 def _set_limit(changed: dict[str, Any], fields: dict[str, Raw], spec: UpstreamSpec) -> None:
-    """Give the answer's limit the name that an API knows, and remove a limit of -1."""
+    """Rename the field with the answer's token limit as the API expects, in place.
+
+    `changed` are the fields for the API, `fields` the client's. A limit of -1 is removed.
+    """
     limit_name = spec.rename.get("max_tokens", "max_tokens")
     if "n_predict" in fields and not {"max_completion_tokens", limit_name} & changed.keys():
         changed[limit_name] = fields["n_predict"]
@@ -164,7 +168,7 @@ def _set_limit(changed: dict[str, Any], fields: dict[str, Raw], spec: UpstreamSp
 
 
 def _set_stream_options(changed: dict[str, Any]) -> None:
-    """Keep the options of a stream that APIs know; remove them if the answer is no stream."""
+    """Keep only stream options that APIs know, and none if the answer is not streamed."""
     options = changed.pop("stream_options", None)
     if options is None or not is_stream(changed):
         return

@@ -82,7 +82,7 @@ class Router:
         options: the router's options.
         fleet: the replicas.
         health_checker: checks the replicas.
-        key_refresher: keeps API keys and usage in step with the records.
+        key_refresher: reads changed API keys from the database, and writes usage to it.
         shared_records: the keys, limits and usage that several routers share; None without them.
         overflow: the APIs that may answer requests; None without `--overflow`.
         metrics: the metrics of `/metrics`.
@@ -98,8 +98,8 @@ class Router:
     ) -> None:
         """Create a router for the replicas that the options name.
 
-        With `records`, it accepts the API keys that they store, and writes the usage of each key
-        there; with `shared_records`, so do several routers.
+        `records` is a database of API keys: the router accepts these keys, and writes their usage
+        to the database. `shared_records` has keys and usage that several routers share.
         """
         usage = UsageBook("unknown")
         self.options = options
@@ -200,10 +200,10 @@ class Router:
         return _json({"status": "ok"})
 
     async def _get_ready(self, _request: Request) -> Response:
-        """Return the router's readiness: status 200 if it accepts requests, else 503.
+        """Answer with the router's readiness: status 200 if it accepts requests, else 503.
 
-        It does if at least one replica is ready, if requests may wait for the start of one, or if
-        an upstream replaces replicas ("overflow").
+        The router accepts requests if at least one replica is ready, if requests may wait for the
+        start of a replica, or if an upstream may answer in place of replicas ("overflow").
         """
         num_ready = len(self.fleet.ready)
         may_wait = bool(self.fleet.starts.models)  # requests are accepted, and wait for a start
@@ -230,18 +230,18 @@ class Router:
         return _json(fleet_state(self.fleet) | overflow)
 
     async def _get_load(self, _request: Request) -> Response:
-        """Answer 404 with the router's id on the path on which servers report their load.
+        """Answer 404, with the router's id, on the path on which servers report their load.
 
-        If the router is listed as a replica of itself, its health check finds the id, and refuses
-        it.
+        If the router is listed as its own replica, its health check finds the id, and refuses the
+        replica.
         """
         raise UnknownPathError(f"A router has no load of its own ({self.fleet.router_id}).")
 
     async def _get_models(self, request: Request) -> Response:
-        """Return the list of all replicas' models; replicas of one model count once.
+        """Return the list of all replicas' models, each model once.
 
-        Models without a replica are listed, too, if a replica can be started or an upstream has
-        them.
+        A model without a replica is listed, too, if a replica can be started or if an upstream has
+        the model.
         """
         headers = credentials(request.scope, self.options.replica_key)
         headers += [pair for pair in request.scope["headers"] if pair[0] == b"anthropic-version"]
@@ -280,9 +280,9 @@ class Router:
         return _json(response | {"data": list(models.values())})
 
     def _startable_row(self, scope: Scope) -> dict[str, Any] | None:
-        """Return the response to `GET /v1/models/NAME` for a model that has no replica now.
+        """Return the body of `GET /v1/models/NAME` for a model that has no replica now.
 
-        None for other paths and other models.
+        Returns None for other paths, and for models that have a replica or are unknown.
         """
         starts = self.fleet.starts
         _, _, name = scope["path"].partition("/v1/models/")
@@ -334,7 +334,7 @@ class Router:
 
 
 def build_app(router: Router) -> ASGIApp:
-    """Return a router's ASGI application, with the checks of keys, limits and origins around it."""
+    """Return a router's ASGI application, with checks of keys, limits and origins around it."""
     options = router.options
     keys, origins = options.api_keys, Origins(options)
     limit_check: ASGIApp = LimitCheck(router, lambda _path: True)
@@ -398,7 +398,7 @@ def route(
         listener: a listening socket; by default the address of `options` is bound.
         on_ready: called with the URL when requests are accepted.
         on_stop: called with the number of running requests when the router stops.
-        records: keep keys and usage; the caller closes them.
+        records: the database with API keys and usage; the caller closes it.
         shared_records: keys, limits and usage that several routers share.
 
     Raises:

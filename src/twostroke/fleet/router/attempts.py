@@ -1,17 +1,18 @@
 """Chooses a replica for each attempt of a request, and isolates requests that may kill engines.
 
-Most requests share a replica with others. A request that saw two engines die (`engine_killers.py`)
-is isolated: the router reserves a replica for the request, sends no other request there, waits
-until the replica's running requests have ended, and only then sends the request. If this engine
-dies, too, the request was the cause; if the request is answered, it was not.
+Most requests share a replica with others. A request during which two engines have died
+(`engine_killers.py`) is isolated: the router reserves a replica for the request, sends no other
+request there, waits until the replica's running requests have ended, and only then sends the
+request. If this engine dies, too, the request was the cause; if the request is answered, it was
+not.
 
 - Only requests that an engine computes count; requests for stored answers or files do not.
 - At most half of the replicas that have the model are reserved at a time, but always one may be.
 - If a request can only go to reserved replicas, for instance because there is only one replica, it
-  waits, at most `_MAX_WAIT_FOR_RESERVED_S`. Then it is sent there nevertheless, and a death at that
-  replica proves nothing any more.
-- A request that gets no replica for itself in time is answered with a 503, since to send it beside
-  others could end a further engine.
+  waits, at most `_MAX_WAIT_FOR_RESERVED_S`. Then it is sent there nevertheless, so a death of that
+  replica's engine no longer shows which request was the cause.
+- A request that must be isolated, but gets no replica for itself in time, is answered with a 503,
+  since it could end another engine if it ran beside other requests.
 - A router sees only its own requests. A replica whose last report has queued work of other senders
   is reserved only if no other has as few requests of this router.
 """
@@ -53,8 +54,8 @@ class Attempt:
         routed: the dispatcher's record of the request; None if the policy did not choose the
             replica, or if no engine computes the request.
         is_isolated: whether the replica is reserved for the request until the attempt ends.
-        turn: the lock of the request's content, which is released when the attempt ends; None
-            if no engine died with this content.
+        turn: the lock that requests with the same content share, so that only one of them runs; the
+            end of the attempt releases the lock. None if no engine died with this content.
         is_answered: whether the whole answer was computed and sent, so the request does not kill
             engines.
     """
@@ -120,7 +121,7 @@ class Attempt:
     def end(self) -> None:
         """End the attempt, after an answer or a failure: release the connection and the replica.
 
-        If the request was answered, the engine deaths that its content has seen are forgotten.
+        If the request was answered, earlier engine deaths with the same content are forgotten.
         """
         request, attempts = self._request, self._attempts
         if request.connection is not None:
@@ -162,10 +163,10 @@ class Attempts:
     ) -> Attempt | None:
         """Choose a replica for a request, and wait until the request may be sent there.
 
-        `failed` are the indices of replicas that have lost or refused the request. If no other is
-        ready, and `may_wait`, the request waits up to `wait_s` of the options until one is, or up
-        to `start_wait_s` if its model may have no replica; then all may be tried again. Returns
-        None if no replica can answer now.
+        `failed` are the indices of replicas that have lost or refused the request. If no other
+        replica is ready and `may_wait` is set, the request waits until a replica becomes ready: up
+        to the option `wait_s`, or up to `start_wait_s` if its model may have no replica. Then all
+        replicas may be tried again. Returns None if no replica can answer now.
 
         Raises:
             EngineKillerError: the request's content kills engines.
@@ -174,7 +175,7 @@ class Attempts:
             ModelNotFoundError: the model was removed while the request waited for its replica.
             ModelStartingError: the first replica of the model does not start in time.
             ModelNotStartedError: the model's replicas fail while they start.
-            ClientGoneError: the client left while the request waited.
+            ClientGoneError: the client disconnected while the request waited.
         """
         while True:
             excluded = failed | self._unfit(request)
@@ -193,8 +194,8 @@ class Attempts:
     async def _wait_for_replica(self, request: ProxiedRequest) -> bool:
         """Wait until a replica becomes ready; return False if the request has waited long enough.
 
-        `wait_for_start` says how long a request waits whose model may have no replica, and which
-        errors end the wait.
+        If the request's model may have no replica, `wait_for_start` does this, and raises its
+        errors.
         """
         fleet = self.fleet
         method, path = request.scope["method"], request.scope["path"]
@@ -210,7 +211,11 @@ class Attempts:
         return await fleet.wait_for_ready(request.give_up_s)
 
     def _unfit(self, request: ProxiedRequest) -> set[int]:
-        """Return the indices of replicas that would continue a response with other tokens."""
+        """Return the indices of replicas that cannot continue the request's response.
+
+        Their numerics differ from the replica that began the response, so they would continue it
+        with other tokens.
+        """
         kept_stream = request.kept_stream
         if kept_stream is None or not request.has_begun:
             return set()
@@ -223,10 +228,10 @@ class Attempts:
     async def _begin_in_turn(
         self, request: ProxiedRequest, failed: AbstractSet[int]
     ) -> Attempt | None:
-        """Begin an attempt of a request whose content has seen engine deaths.
+        """Begin an attempt of a request during which, or during a copy of it, an engine has died.
 
         Waits until no other request with the same content runs. Returns None if no replica can
-        answer now; raises as `begin`.
+        answer now; raises the errors of `begin`.
         """
         turn = await self._take_turn(request)
         attempt: Attempt | None = None
@@ -247,7 +252,7 @@ class Attempts:
         """Wait until no other request with the same content runs; see `Killers.take_turn`.
 
         Raises:
-            ClientGoneError: the client has left.
+            ClientGoneError: the client has disconnected.
             NoReplicaError: the wait took too long, or the router stops.
         """
         deadline_s = asyncio.get_running_loop().time() + _MAX_TURN_S
@@ -274,10 +279,9 @@ class Attempts:
             raise self.fleet.no_replica_error(request.model)
 
     def on_end(self, replica: Replica, *, is_isolated: bool) -> None:
-        """Wake the requests that wait for a reserved replica, after an attempt at this replica.
+        """Wake the requests that wait for a reserved replica, when an attempt there has ended.
 
-        With `is_isolated`, the attempt was the one for which the replica was reserved, and the
-        reservation ends.
+        With `is_isolated`, the replica was reserved for this attempt, and the reservation ends.
         """
         if is_isolated or replica.index in self._reserved:
             if is_isolated:
@@ -288,10 +292,10 @@ class Attempts:
     async def _begin_shared(
         self, request: ProxiedRequest, failed: AbstractSet[int]
     ) -> Attempt | None:
-        """Begin an attempt at a replica that may compute other requests.
+        """Begin an attempt at a replica that may compute other requests at the same time.
 
-        If all suitable replicas are reserved for other requests, waits for one of them. Returns
-        None if no replica can answer now.
+        If all suitable replicas are reserved for other requests, waits until a reservation ends.
+        Returns None if no replica can answer now.
         """
         if not self._reserved or not request.content:
             return self._choose(request, failed)
@@ -334,7 +338,7 @@ class Attempts:
     async def _begin_at_reserved(self, request: ProxiedRequest, replica: Replica) -> Attempt | None:
         """Reserve a replica, and begin an attempt there once its running requests have ended.
 
-        Returns None if the replica stops being ready before.
+        Returns None if the replica stops being ready before that.
         """
         self._reserved.add(replica.index)
         attempt: Attempt | None = None
@@ -356,8 +360,8 @@ class Attempts:
     def _candidates(self, request: ProxiedRequest, failed: AbstractSet[int]) -> list[Replica]:
         """Return the ready replicas that have a request's model and are not in `failed`.
 
-        They include reserved replicas. If only one replica can answer the request, returns this
-        one.
+        Reserved replicas are included. If only one replica can answer the request, the result has
+        only this replica.
         """
         if request.only_replica is not None:
             return [request.only_replica]
@@ -371,7 +375,8 @@ class Attempts:
     def _choose(self, request: ProxiedRequest, excluded: AbstractSet[int]) -> Attempt | None:
         """Begin an attempt at the replica that the policy chooses, without waiting.
 
-        `excluded` are the indices of replicas that it may not choose; None if no replica is left.
+        `excluded` are the indices of replicas that may not be chosen. Returns None if no replica is
+        left.
         """
         replica = request.only_replica
         if replica is not None:
@@ -389,12 +394,12 @@ class Attempts:
         return None if choice is None else Attempt(self, request, *choice)
 
     async def _wait(self, request: ProxiedRequest, deadline_s: float) -> bool:
-        """Wait until the requests at a reserved replica change, at most `_POLL_S`.
+        """Wait until a request at a reserved replica has ended, at most `_POLL_S`.
 
         Returns whether the time is before `deadline_s`, so that the caller may wait again.
 
         Raises:
-            ClientGoneError: the client has left.
+            ClientGoneError: the client has disconnected.
             NoReplicaError: the router stops.
         """
         await wait_until_set(self._changed, _POLL_S)
@@ -404,7 +409,7 @@ class Attempts:
 
 
 def _running_requests(replica: Replica) -> tuple[int, float]:
-    """Return the sort key by which the idlest replica is reserved: requests, then queued work."""
+    """Return a replica's load as a sort key: its running requests, then its queued work."""
     return replica.computed.num_requests, replica.work_s or 0.0
 
 

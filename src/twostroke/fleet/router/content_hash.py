@@ -1,4 +1,4 @@
-"""Hashes the content of a request, to recognize the same content on every path."""
+"""Hashes the content of a request, so that the same prompt is recognized on every API path."""
 
 from __future__ import annotations
 
@@ -72,7 +72,10 @@ def _texts(value: Any) -> Iterator[str | int | float]:
 
 
 def _unwrapped(form: Any) -> Any:
-    """Return a request's schema or grammar, without the objects that protocols wrap around it."""
+    """Return a request's schema or grammar without the objects that protocols wrap around it.
+
+    Returns None if the field only asks for plain text, without a schema or grammar.
+    """
     if not isinstance(form, dict):
         return form
     for name in _WRAPPERS:

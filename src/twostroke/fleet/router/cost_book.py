@@ -44,7 +44,8 @@ _logger = logging.getLogger("twostroke.router")
 class Sums:
     """Requests, tokens and cost of the replicas or of an upstream; `input` includes `cached`.
 
-    `estimated_requests` and `estimated_nanos` are the part that no answer has reported.
+    Costs (`nanos`) are in billionths of the currency. `estimated_requests` and `estimated_nanos`
+    count the requests whose answers did not report usage, so that their cost was estimated.
     """
 
     __slots__ = (
@@ -53,7 +54,7 @@ class Sums:
     )
 
     def __init__(self) -> None:
-        """Begin with nothing."""
+        """Start with all sums at zero."""
         self.requests = self.input = self.cached = self.output = self.nanos = 0
         self.estimated_requests = self.estimated_nanos = 0
 
@@ -94,16 +95,16 @@ class Sums:
 class CostBook:
     """The costs of a router's replicas and of its upstreams.
 
-    It observes requests that replicas have answered; `add_bought` adds requests of upstreams. With
-    records, the sums of each day outlive the router. While they cannot be read, the spending
-    of this day is not known, and `why_unknown` says so: then no upstream may be used. Call the
-    methods only in the event loop's thread.
+    It observes requests that replicas have answered; `add_bought` adds requests that upstreams have
+    answered. With a database (`records`), the sums of each day outlive the router. While the
+    database cannot be read, today's spending is unknown, and no upstream may be used;
+    `why_unknown` gives the reason. Call the methods only in the event loop's thread.
 
     Attributes:
-        today: the sums of this day (UTC), by the name of the side: `here` or an upstream.
+        today: the sums of this day (UTC), by the name of an upstream, or `here` for the replicas.
         since_start: the sums since the router's start, by the same names.
-        bought_nanos: the hypothetical cost of the replicas' tokens of this day, each at the first
-            upstream with its model.
+        bought_nanos: the price that today's tokens of the replicas would have had at upstreams, in
+            billionths; each model has the prices of the first upstream with this model.
     """
 
     def __init__(
@@ -119,9 +120,9 @@ class CostBook:
         Args:
             spec: the overflow file.
             fleet: the replicas.
-            records: where the sums are written; None if they are not, or are shared.
+            records: the database for the sums; None if the sums are not stored, or are shared.
             clock: returns the Unix time, which determines the day.
-            shared_records: the records of several routers, which share the sums.
+            shared_records: the store of several routers that share the sums; None without a store.
         """
         self._clock = clock if shared_records is None else shared_records.time
         self._shared_records = shared_records
@@ -153,13 +154,13 @@ class CostBook:
         return self._day
 
     async def start(self) -> None:
-        """Read the sums of this day from the records, and start to write them."""
+        """Read the sums of this day from the database, and start to write new costs to it."""
         await self._read_day()
         self._hours_counted_s = time.monotonic()
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """Stop, and write the costs that are not written yet."""
+        """Stop writing costs regularly, and write the costs that are not written yet."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -196,13 +197,13 @@ class CostBook:
     ) -> None:
         """Add the tokens and the cost of a request that an upstream has computed.
 
-        `is_estimated` says that the upstream has not reported them.
+        `is_estimated` says that the upstream has not reported the tokens.
         """
         nanos = round(cost * NANOS)
         self._add(upstream, model, requests=1, used=used, nanos=nanos, is_estimated=is_estimated)
 
     def why_unknown(self, upstream: str) -> str:
-        """Return why the spending of this day is not known for an upstream; empty if it is."""
+        """Return why today's spending at an upstream is not known; empty if it is known."""
         self._begin_day()
         if not self._is_day_read:
             source = "the records" if self._shared_records is None else "the store"
@@ -212,10 +213,11 @@ class CostBook:
         return ""
 
     def room(self, upstream: str, limit: float) -> float:
-        """Return the cost that this router's running requests at an upstream may reach together.
+        """Return the maximum total cost of this router's running requests at an upstream.
 
-        It is the rest of the day's `limit`. If several routers share it, the costs that the other
-        routers reserve are subtracted; while the store is away, each router has an equal part.
+        This is the rest of the day's `limit`. If several routers share the limit, the costs that
+        the other routers have reserved are subtracted; while the store does not answer, each router
+        has an equal part.
         """
         room, shared = limit - self.spent_today(upstream), self._shared_records
         if shared is None:
@@ -228,13 +230,13 @@ class CostBook:
         return (room + cost_alone) / shared.costs.num_routers - cost_alone
 
     def reserve(self, upstream: str, cost: float) -> None:
-        """Note the most that this router's running requests at an upstream may cost."""
+        """Set the maximum cost of this router's running requests at an upstream."""
         if self._shared_records is not None:
             reserved = self._shared_records.costs.reserved
             reserved[self._account(upstream)] = round(cost * NANOS)
 
     async def exchange(self) -> None:
-        """Tell other routers the costs that this router reserves, and learn theirs."""
+        """Send this router's reserved costs to the store, and get the other routers' costs."""
         if self._shared_records is not None:
             await self._shared_records.exchange_costs()
 
@@ -255,14 +257,17 @@ class CostBook:
         return replicas.price_per_hour is not None or bool(replicas.models)
 
     def _add_bought_elsewhere(self, model: str, used: ReportedUsage) -> None:
-        """Add the hypothetical cost of a replica's tokens at the first upstream with the model."""
+        """Add to `bought_nanos` the price that a replica's tokens would have had elsewhere.
+
+        The price is the price at the first upstream that has the model.
+        """
         for upstream in self._spec.upstreams:
             if (bought := upstream.find_model(model)) is not None:
                 self.bought_nanos += round(bought.cost(used) * NANOS)
                 break
 
     def _nanos_of_replicas(self, model: str, used: ReportedUsage) -> int:
-        """Return the cost of tokens that a replica has computed, if they have a price."""
+        """Return the cost of a replica's tokens in billionths; 0 if the model has no price."""
         prices = self._spec.replicas.models
         if not prices:
             return 0
@@ -306,7 +311,7 @@ class CostBook:
         sums[:] = [total + count for total, count in zip(sums, counts, strict=True)]
 
     def _begin_day(self) -> None:
-        """Begin new sums if the day (UTC) has changed."""
+        """Reset the sums of `today` if the day (UTC) has changed."""
         day = f"{datetime.fromtimestamp(self._clock(), UTC):%Y-%m-%d}"
         if day != self._day:
             self._day = day
@@ -318,7 +323,7 @@ class CostBook:
         return f"{side} {self._spec.currency}"
 
     def _take_report(self) -> None:
-        """Take the sums of all routers, which the store has reported."""
+        """Replace the sums of `today` by the sums of all routers, which the store has reported."""
         assert self._shared_records is not None
         shared, day = self._shared_records.costs, self.day
         self.today = {side: Sums.of(shared.sums(day, self._account(side))) for side in self._sides}
@@ -337,10 +342,10 @@ class CostBook:
             _logger.error(text, side, self._day)
 
     async def _read_day(self) -> None:
-        """Add the sums of this day in the records to `today`, unless they were read.
+        """Read the sums of this day from the database, and add them to `today`, once.
 
-        If this fails, it is tried again later; meanwhile nothing is written, so that no sum is
-        added twice.
+        If reading fails, it is tried again later. Until it succeeds, nothing is written, so that no
+        cost is added twice.
         """
         records, day, currency = self._records, self.day, self._spec.currency
         if records is None or self._is_day_read:
@@ -402,9 +407,10 @@ class CostBook:
             await self._write()
 
     async def _write(self, *, is_last: bool = False) -> None:
-        """Write new costs to the records; if this fails, they wait for the next time.
+        """Write new costs to the database; if this fails, they are written the next time.
 
-        `is_last` says that no sum is read afterwards.
+        `is_last` says that the router stops: costs are then written even if the sums of the day
+        were never read.
         """
         if self._records is None or not self._unwritten or not (self._is_day_read or is_last):
             return

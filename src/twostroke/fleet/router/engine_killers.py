@@ -1,14 +1,15 @@
-"""Finds requests that end the engines that compute them, and refuses them.
+"""Finds requests that kill the engines that compute them, and refuses such requests.
 
 A replica knows which request killed its own engine (`engine/process/pending.py`). The router knows
-it of the whole fleet, so that a request which kills engines before its answer begins ends at most
-`MAX_TRIES` of them, however often, by whom and on which path it is sent.
+it for the whole fleet. So a request that kills engines before its answer begins ends at most
+`MAX_TRIES` engines, however often, by whom and on which path it is sent.
 
-An engine dies with all that it computes, so a death alone does not tell which request was the
-cause. A request that saw `_DEATHS_TO_ISOLATE` deaths is therefore sent to a replica that computes
-nothing else (`attempts.py`), and a content is refused only if the latest death happened while no
-other content was at the replica. So a harmless request is answered, however many killers run beside
-it, and a killer is refused after its third death.
+When an engine dies, all its running requests fail, so a death alone does not show which request was
+the cause. A request during which `_DEATHS_TO_ISOLATE` engines have died is therefore sent to a
+replica that computes nothing else (`attempts.py`). Requests are recognized by a hash of their
+content, and a content is refused only if the latest death happened while the replica computed no
+other content. So a harmless request is answered, however many killers run beside it, and a killer
+is refused after its third death.
 """
 
 from __future__ import annotations
@@ -34,15 +35,16 @@ _DEATHS_TO_ISOLATE: Final = 2
 
 
 class _DeathRecord:
-    """The engine deaths that requests with the same content have seen.
+    """The engine deaths during requests with the same content.
 
     Attributes:
-        num_deaths, num_losses: deaths that replicas have reported, and lost connections.
+        num_deaths, num_losses: deaths that replicas have reported, and connections that replicas
+            have closed without an answer (losses).
         died_s, lost_s: when the last death and the last loss happened.
         ended_at_s: when the last death or loss happened at a replica, by the replica's URL.
         was_alone: whether the replica computed no other content at the last death or loss.
-        has_progress: whether a part of an answer had come before the last death or loss, and
-            another replica can continue it.
+        has_progress: whether a part of an answer had arrived before the last death or loss, and
+            another replica can continue that answer.
         turn: the lock that a request with this content holds while it runs.
     """
 
@@ -70,11 +72,17 @@ class Killers:
     def note_death(
         self, content: bytes, url: str, sent_s: float, *, is_alone: bool, has_progress: bool = False
     ) -> None:
-        """Count the death of an engine that computed a request, which was sent at `sent_s`.
+        """Count the death of an engine while it computed a request with this content.
 
-        `url` is the replica's; `is_alone` says that the replica computed no other content since
-        then, and `has_progress` that it has sent a part of an answer that another can continue.
-        Several requests with the same content that were there at one death count once.
+        If several requests with the same content ran when the engine died, the death counts once.
+
+        Args:
+            content: the hash of the request's content.
+            url: the URL of the replica.
+            sent_s: when the request was sent to the replica.
+            is_alone: whether the replica computed no other content since `sent_s`.
+            has_progress: whether the replica has sent a part of an answer that another replica can
+                continue.
         """
         record = self._record_end(content, url, sent_s, is_alone=is_alone)
         self._note_progress(content, record, has_progress=has_progress)
@@ -123,7 +131,7 @@ class Killers:
     def is_refused(self, content: bytes) -> bool:
         """Return whether requests with this content are known to kill engines.
 
-        This is so after `MAX_TRIES` deaths, if the replica computed no other content at the last.
+        True after `MAX_TRIES` deaths, if the replica computed no other content at the last death.
         """
         return (
             self.is_suspected(content)
@@ -132,22 +140,22 @@ class Killers:
         )
 
     def is_suspected(self, content: bytes) -> bool:
-        """Return whether engines died of requests with this content before any progress.
+        """Return whether engines died during requests with this content before any progress.
 
-        A request that kills its engine always at the same token makes no progress when it is
-        continued. If it did make progress, something else has probably ended the engine.
+        A request that always kills its engine at the same token makes no progress when another
+        replica continues it. If it did make progress, something else has probably ended the engine.
         """
         return self.count(content) > 0 and not self._records[content].has_progress
 
     def must_isolate(self, content: bytes) -> bool:
         """Return whether a request with this content needs a replica that computes nothing else.
 
-        This is so after two deaths: the request may be the cause, or may have run beside the cause.
+        True after two deaths: the request may be their cause, or may have run beside the cause.
         """
         return self.is_suspected(content) and self.count(content) >= _DEATHS_TO_ISOLATE
 
     def count(self, content: bytes) -> int:
-        """Return how many engines recently died or were lost with requests of this content."""
+        """Return how many recent engine deaths and losses happened during this content."""
         record = self._records.get(content)
         if record is None:
             return 0
@@ -162,14 +170,13 @@ class Killers:
         return count
 
     async def take_turn(self, content: bytes) -> asyncio.Lock | None:
-        """Wait until no other request with this content runs, if an engine died of the content.
+        """Wait until no other request with this content runs, if an engine died during one.
 
-        So copies of a request that kills engines end one engine after another, and are refused in
-        time.
+        Copies of a request that kills engines then run one after another, so they are refused
+        before they end more than `MAX_TRIES` engines.
 
         Returns:
-            A lock, which the caller releases when its attempt has ended; None if no engine
-                died, or
+            A lock that the caller releases when its attempt has ended; None if no engine died, or
             if another request with this content was answered meanwhile.
         """
         while self.count(content):
@@ -183,9 +190,10 @@ class Killers:
     def _note_progress(
         self, content: bytes, new_record: _DeathRecord | None, *, has_progress: bool
     ) -> None:
-        """Note whether a request had made progress before a death.
+        """Note whether a request had made progress before a death or loss.
 
-        Copies of the request may have noted it for the same death.
+        `new_record` is the record of the content; None if a request with the same content has
+        already reported the same death. It is enough if any of these requests had made progress.
         """
         if new_record is not None:
             new_record.has_progress = has_progress
@@ -197,8 +205,8 @@ class Killers:
     ) -> _DeathRecord | None:
         """Return the record of a content, to which the caller adds a death or a loss.
 
-        None if the content is empty, or if a copy of the request has reported the same death
-        before.
+        None if the content is empty, or if a request with the same content has already reported the
+        same death.
         """
         if not content:
             return None
@@ -216,7 +224,7 @@ class Killers:
 class ComputedContents:
     """The contents of the requests that one replica computes for this router.
 
-    They show whether a request had the replica for itself when the engine died.
+    They show whether a request was the only one at the replica when the engine died.
 
     Attributes:
         num_requests: requests that the replica computes now.
@@ -247,7 +255,7 @@ class ComputedContents:
             del self._counts[content]
 
     def was_alone(self, number: int) -> bool:
-        """Return whether a request has shared the replica with no other content since it was added.
+        """Return whether the replica has computed no other content since a request was added.
 
         `number` is the request's number, which `add` has returned.
         """
@@ -255,7 +263,7 @@ class ComputedContents:
 
 
 def refused(count: int) -> EngineKillerError:
-    """Return the error for a request whose content has ended `count` engines."""
+    """Return the error for a request whose content has killed `count` engines."""
     return EngineKillerError(
         "{count} engines died while they computed this request, so this router refuses it for up "
         "to an hour. Change the request, or report it with the logs of the servers.",

@@ -1,8 +1,8 @@
 """Sends equal requests in flight to one replica, which computes them once.
 
 Two requests are equal here if they have the same path, tenant and body, their body sets temperature
-0 or a seed, and no header asks for an answer of their own. A replica decides by itself which
-requests share an answer; this module only brings them together.
+0 or a seed, and no header excludes shared answers. The replica itself decides which requests share
+an answer; the router only sends equal requests to the same replica.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ _REPEATABLE: Final = re.compile(rb'"(?:temperature"\s*:\s*0(?:\.0*)?|seed"\s*:\s
 def equal_key(
     path: str, tenant: str, body: bytes, headers: Iterable[tuple[bytes, bytes]] = ()
 ) -> bytes:
-    """Return a hash that equal requests share; empty if the request shares no computation.
+    """Return a hash that equal requests share; empty if the request cannot share a computation.
 
-    This is so if its answers are random, or if its headers set a timeout or `Cache-Control`.
+    A request whose answers are random, or whose headers set a timeout or `Cache-Control`, cannot
+    share a computation.
     """
     if _REPEATABLE.search(body) is None or any(map(_is_exclusive, headers)):
         return b""
@@ -36,7 +37,7 @@ def equal_key(
 
 
 def _is_exclusive(header: tuple[bytes, bytes]) -> bool:
-    """Return whether a header keeps a request from sharing a computation with equal requests."""
+    """Return whether a header excludes that a request shares a computation with equal requests."""
     name, value = header
     if name == b"cache-control":
         return b"no-" in value.lower()
@@ -47,7 +48,7 @@ class EqualRequests:
     """Counts which replicas compute which requests without randomness."""
 
     def __init__(self) -> None:
-        """Begin without requests."""
+        """Start with no requests."""
         self._replicas: dict[bytes, Counter[int]] = {}  # by key: requests by index of the replica
 
     def add(self, key: bytes, replica: int) -> None:
@@ -67,6 +68,6 @@ class EqualRequests:
             del self._replicas[key]
 
     def replica_of(self, key: bytes) -> int | None:
-        """Return the replica that computes most requests with this key; None without one."""
+        """Return the index of the replica that computes most requests with this key, if any."""
         counts = self._replicas.get(key)
         return counts.most_common(1)[0][0] if counts else None

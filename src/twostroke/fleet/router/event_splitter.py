@@ -1,4 +1,4 @@
-"""Splits a replica's stream after whole events, and finds the error of an engine that has died."""
+"""Splits a replica's stream into whole events, and notices the error of a dead engine."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _MAX_HELD_BYTES: Final = 1 << 20  # of an incomplete event
 
 
 class EventSplitter:
-    """Splits a replica's stream after whole events, before they are sent to the client.
+    """Splits a replica's stream so that only whole events are sent to the client.
 
-    If the replica is lost in the middle of an event, the client gets only whole events, and the
-    router can add an event with the error.
+    If the replica is lost in the middle of an event, the router can then add an event with the
+    error.
 
     Attributes:
         event_ends: the byte strings that end an event; None if the response is no stream.
@@ -51,10 +51,11 @@ class EventSplitter:
         Args:
             event_ends: the byte strings that end an event; None if the response is no stream.
             meter: counts the tokens.
-            kept_stream: keeps the records.
+            kept_stream: keeps the stream's records, with which another replica can continue it.
             holds_end: whether events that end the answer are held back until the stream has ended,
-                since its usage must be safe before the client has the whole answer.
-            held_end: the end of the stream that another replica has sent.
+                since its usage must be stored before the client has the whole answer.
+            held_end: bytes that were held back of the stream of another replica, which this stream
+                continues.
         """
         self.event_ends = event_ends
         self.held_end = held_end
@@ -67,8 +68,8 @@ class EventSplitter:
     def take(self, data: bytes, *, is_last: bool = False) -> bytes:
         """Return the part of a stream that may be sent now; hold back an incomplete event.
 
-        `data` are the bytes that have come now; with `is_last` nothing is held back. Spaces, the
-        heartbeats of a response that is no stream, are never held back.
+        `data` are the newly received bytes; with `is_last` nothing is held back. White space, which
+        a server sends as heartbeats before a response that is not streamed, is never held back.
         """
         ends = self.event_ends
         if self._kept_stream is not None:
@@ -99,9 +100,9 @@ class EventSplitter:
 
 
 def _reports_death(line: bytes) -> bool:
-    """Return whether a line of a stream is the error that the replica's engine has died.
+    """Return whether a line of a stream reports that the replica's engine has died.
 
-    An answer whose text quotes this error does not count.
+    False for an answer whose text merely quotes this error.
     """
     if ENGINE_DIED not in line:
         return False

@@ -1,4 +1,4 @@
-"""Forwards a request to a replica, and its response to the client as it comes."""
+"""Forwards a request to a replica, and the replica's response to the client as it arrives."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _logger = logging.getLogger("twostroke.router")
 class Forwarder:
     """Forwards requests to the replicas of a fleet.
 
-    A request passes these methods in order, and each calls the next: `forward` watches the client,
+    Three methods handle a request, and each calls the next: `forward` watches the client,
     `_try_replicas` tries one replica after another, and `_exchange` sends the request to a replica
     and the response to the client.
 
     Attributes:
         running: requests that have not ended.
-        killers: counts the engines that requests have killed.
+        killers: counts the engine deaths by the content of requests.
     """
 
     def __init__(self, fleet: ReplicaRegistry, overflow: Overflow | None = None) -> None:
@@ -55,13 +55,13 @@ class Forwarder:
     async def forward(self, request: ProxiedRequest) -> None:
         """Answer a request while its client is connected.
 
-        If the replica is lost after the response has begun, another replica continues it. The
-        response ends with an error if none can.
+        If the replica is lost after the response has begun, another replica continues the response.
+        The response ends with an error if no replica can continue it.
 
         Raises:
             NoReplicaError: no replica became ready within `wait_s`.
             ReplicaError: replicas have lost the request.
-            EngineKillerError: engines died while they computed this request or its content.
+            EngineKillerError: engines died while they computed requests with the same content.
         """
         self.running.add(request)
         self._keep(request)
@@ -79,7 +79,7 @@ class Forwarder:
             self.running.discard(request)
 
     def _keep(self, request: ProxiedRequest) -> None:
-        """Keep what another replica needs to continue the response of a request."""
+        """Keep the parts of a request that another replica needs to continue its response."""
         is_answer = bool(request.content) and request.scope["path"] not in PROMPT_ONLY_PATHS
         is_movable = request.only_replica is None and not request.in_background
         if is_answer and is_movable and self._fleet.options.resume_wait_s:
@@ -90,7 +90,7 @@ class Forwarder:
         """Let a replica answer a request; if it fails, let another replica answer or continue.
 
         An upstream answers in place of a replica if a rule of `--overflow` says so. If no server
-        can answer, sends the last refusal to the client, or raises as `forward`.
+        can answer, sends a replica's last refusal to the client, or raises the errors of `forward`.
         """
         failed: set[int] = set()  # indices of replicas
         failure: TwostrokeError | None = None
@@ -124,7 +124,7 @@ class Forwarder:
         await request.respond(failure.head, failure.body)
 
     async def _exchange(self, request: ProxiedRequest, attempt: Attempt) -> None:
-        """Send a request to the replica of an attempt, and the response to the client as it comes.
+        """Send a request to the attempt's replica, and the response to the client as it arrives.
 
         Raises:
             ReplicaError: the replica has lost the request.
@@ -160,14 +160,14 @@ class Forwarder:
             attempt.is_answered = is_success and is_computed
 
     async def _handle_refusal(self, request: ProxiedRequest, attempt: Attempt, head: Head) -> None:
-        """Raise the error for a refusal by a replica, so that another replica is tried.
+        """Raise the error for a replica's refusal, so that another replica is tried.
 
-        A server other than Twostroke may answer 500 because of the request: if the server is
-        healthy, its response is passed on to the client.
+        A server other than Twostroke may answer 500 because of the request itself. If such a server
+        is healthy, its response is sent to the client, and nothing is raised.
 
         Raises:
             _RefusedError: the replica has no room, or its engine died.
-            FailedReplicaError: the foreign server is not healthy.
+            FailedReplicaError: the server other than Twostroke is not healthy.
         """
         body = await request.read_error()
         if head.status in _BUSY_STATUSES or request.has_begun:
@@ -182,7 +182,7 @@ class Forwarder:
         await request.respond(head, body)
 
     def _may_retry(self, request: ProxiedRequest) -> bool:
-        """Return whether a request that a replica lost or refused may be sent to another."""
+        """Return whether another replica may get a request that a replica has lost or refused."""
         max_tries = MAX_LOST_ATTEMPTS if request.content else MAX_TRIES
         return (
             request.can_continue
@@ -239,7 +239,8 @@ class Forwarder:
     async def _end_with_error(self, request: ProxiedRequest, error: TwostrokeError) -> None:
         """End a response that has begun by an error.
 
-        The error is an event if the protocol streams events; else the client's connection is cut.
+        In a stream, the error is sent as an event or a line. If the response is not streamed, the
+        client's connection is aborted.
         """
         report(error, request.scope)
         if isinstance(error, ReplicaError):
@@ -264,7 +265,8 @@ class Forwarder:
 def _is_limit_of_key(request: ProxiedRequest, body: bytes) -> bool:
     """Return whether a replica refuses a request because of a limit of the client's key.
 
-    Anthropic's form of the error has no code, but a type that our servers use for limits only.
+    Anthropic's form of the error has no code, but a type that Twostroke's servers use only for such
+    limits.
     """
     if RateLimitError.code.encode() in body:
         return True
@@ -273,13 +275,11 @@ def _is_limit_of_key(request: ProxiedRequest, body: bytes) -> bool:
 
 
 class _RefusedError(OverloadedError):
-    """A replica answered a request with an error status, so that another replica may answer it.
-
-    It has the response, which the client gets if no other replica can answer.
+    """A replica has answered a request with an error status; another replica may answer it.
 
     Attributes:
-        head, body: the response.
-        is_final: whether no replica is awaited, and the client gets the response at once.
+        head, body: the response, which the client gets if no other replica can answer.
+        is_final: whether the client gets this response without a wait if no other replica is ready.
     """
 
     def __init__(self, head: Head, body: bytes) -> None:

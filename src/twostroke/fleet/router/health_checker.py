@@ -1,4 +1,4 @@
-"""Checks the health of replicas, ejects silent ones, and finds new ones by DNS or in a file."""
+"""Checks the health of replicas, ejects silent replicas, and finds new ones by DNS or in a file."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class HealthChecker:
     """Checks the health of a router's replicas, adds newly listed replicas, and removes others."""
 
     def __init__(self, fleet: ReplicaRegistry) -> None:
-        """Check the replicas of `fleet`, which its options name by URLs, by DNS or in a file.
+        """Prepare to check the replicas of `fleet`; its options name URLs, a DNS name or a file.
 
         Raises:
             UsageError: a URL, the DNS name or the file of replicas is wrong.
@@ -96,7 +96,7 @@ class HealthChecker:
     async def _keep_checking(self, replica: Replica) -> None:
         """Check a replica's health regularly, until the replica is removed.
 
-        It is removed when it is not listed any more and has no requests.
+        A replica is removed when it is not listed any more and has no running requests.
         """
         fleet = self._fleet
         replica.pool.has_heard()
@@ -127,7 +127,7 @@ class HealthChecker:
     async def _check(self, replica: Replica, silence: SilenceTimer) -> None:
         """Check a replica's health once, and set its state and facts.
 
-        `silence` runs until the replica answers a check.
+        `silence` is the replica's timer; an answer stops it.
         """
         fleet, pool = self._fleet, replica.pool
         try:
@@ -153,12 +153,12 @@ class HealthChecker:
             fleet.set_state(replica, state, reason)
 
     def _note_silence(self, replica: Replica, silence: SilenceTimer) -> None:
-        """Send no more requests to a silent replica."""
+        """Mark a silent replica as down, so that it gets no more requests."""
         if replica.state is not ReplicaState.DOWN:
             self._fleet.set_state(replica, ReplicaState.DOWN, _silence_reason(silence))
 
     def _eject(self, replica: Replica, silence: SilenceTimer) -> None:
-        """Give up the running requests of a silent replica."""
+        """Fail the running requests of a silent replica, so that other replicas get them."""
         replica.pool.fail(
             ReplicaError(f"{replica.url} has been silent for {silence.silent_s:.0f} s.")
         )
@@ -190,7 +190,8 @@ class HealthChecker:
     ) -> tuple[ReplicaState, str, ReplicaFacts | None]:
         """Ask a server other than Twostroke for its health, on `/health` and `/v1/models`.
 
-        Returns its state, the reason if it is not ready, and its facts; None for unknown facts.
+        Returns:
+            The state, the reason if it is not ready, and the server's facts; None if unknown.
         """
         status, body = await _probe(replica, "/health", headers)
         reported_state = _status(body)
@@ -357,7 +358,7 @@ async def _probe(
 ) -> tuple[int, bytes]:
     """Send a GET request on the connection that a replica has for health checks only.
 
-    Returns the status and the body. The connection is never idle for long, so it shows soonest that
+    Returns the status and the body. This connection is never idle for long, so it fails first if
     the replica's machine is cut off from the network.
     """
     probe = replica.probe
@@ -391,14 +392,17 @@ _load_decoder: Final = msgspec.json.Decoder(ServerLoad)
 
 
 def _key_hint(key: str | None) -> str:
-    """Return why a replica that answers 401 is down: it needs another key than the router's."""
+    """Return the reason why a replica that answers 401 is down: it expects another key.
+
+    `key` is the router's key for replicas; None without a key.
+    """
     if key is None:
         return "It wants a key: give it and the router the same TWOSTROKE_REPLICA_KEY."
     return "It does not accept the router's TWOSTROKE_REPLICA_KEY: give it the same one."
 
 
 def _value_if_sent(value: bool | UnsetType) -> bool | None:  # noqa: FBT001 - a field's value
-    """Return the value of a field of a server's load; None if an older server has not sent it."""
+    """Return a field's value in a server's load; None if an older server has not sent the field."""
     return None if value is UNSET else value
 
 

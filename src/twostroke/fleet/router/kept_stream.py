@@ -1,4 +1,4 @@
-"""Keeps the records of a stream (`http/router_messages.py`): another replica continues it."""
+"""Keeps the records of a stream, with which another replica can continue the stream."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NEXT_LINE: Final = re.compile(rb"\n(?=" + RECORD_MARK + b"|" + LOST_MARK + b")"
 
 
 class StoppedReplicaError(ReplicaError):
-    """A replica reports at the end of a stream that it could not finish it.
+    """A replica reports, in the last line of a stream, that it could not finish the stream.
 
     Attributes:
         has_died: whether the replica's engine has died.
@@ -39,7 +39,7 @@ class StreamMemory:
     """Limits the memory of all streams that are kept.
 
     Attributes:
-        num_bytes: bytes of bodies and records now.
+        num_bytes: the bytes of request bodies and records that are kept now.
     """
 
     def __init__(self, max_bytes: int = MAX_MEMORY_BYTES) -> None:
@@ -60,9 +60,9 @@ class KeptStream:
 
     Attributes:
         first_bytes: the beginning of the stream, which has the id of the response.
-        origin: the version and the numerics of the replica that began the stream; None before a
-            record.
-        has_progress: whether a record has come since the request was sent to a replica last.
+        origin: the version and the numerics of the replica that began the stream; None before the
+            first record.
+        has_progress: whether a record has arrived since the request was last sent to a replica.
         lost_code: the error's code, if the replica could not finish the stream.
     """
 
@@ -83,11 +83,11 @@ class KeptStream:
 
     @property
     def can_continue(self) -> bool:
-        """Whether another replica can continue the response, or begin it again."""
+        """Whether another replica can continue the response, or start it again."""
         return self._is_kept and not self._has_content
 
     def message(self, replica: Replica) -> tuple[bytes, list[tuple[bytes, bytes]]]:
-        """Return the body for a replica, and the header that asks for records."""
+        """Return the body for a replica, with the records so far, and the headers to add."""
         self._held_bytes = self.lost_code = b""
         self._line_end = None
         self.has_progress = False
@@ -99,10 +99,10 @@ class KeptStream:
         return b"\n".join([self._body, *self._records]), [(RESUME_HEADER, length)]
 
     def begin(self, head: Head, replica: Replica, model: str) -> None:
-        """Begin to read the response of a replica, which has sent the `head`.
+        """Start to read the response of a replica; `head` is the head of this response.
 
         Raises:
-            ReplicaError: the replica does not continue the stream.
+            ReplicaError: the replica begins a new stream instead of continuing this stream.
         """
         if head.value(RESUME_HEADER) and head.media_type in STREAMS:
             self._line_end = STREAMS[head.media_type][0]
@@ -112,7 +112,7 @@ class KeptStream:
             raise ReplicaError(f"{replica.url} has begun a stream that it was to continue.")
 
     def suits(self, replica: Replica, model: str) -> bool:
-        """Return whether a replica computes like the replica that began the stream."""
+        """Return whether a replica has the version and numerics of the stream's first replica."""
         if not self._records:
             return True
         facts = replica.facts
@@ -120,7 +120,10 @@ class KeptStream:
         return not replica.is_foreign and arithmetic == self.origin
 
     def take(self, data: bytes, *, is_last: bool) -> bytes:
-        """Return the bytes for the client: whole events whose record has come, without records."""
+        """Take received bytes, keep their records, and return the bytes for the client.
+
+        Events are held back until the record that follows them has arrived, or `is_last` is set.
+        """
         if self._line_end is None:
             self._has_content |= bool(data) and not _is_heartbeat(data)
             return data
@@ -178,5 +181,5 @@ class KeptStream:
 
 
 def _is_heartbeat(data: bytes) -> bool:
-    """Return whether bytes have only comments and spaces that a server sends while it waits."""
+    """Return whether bytes are only comments and white space, which keep a connection alive."""
     return PRIVATE_LINE not in data and _HEARTBEATS.fullmatch(data) is not None

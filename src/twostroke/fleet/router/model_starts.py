@@ -1,7 +1,7 @@
 """Models that may have no replica: requests for them wait while the first replica starts.
 
-The router does not start replicas. It says how many are wanted, in `/api/state` for the manager of
-a fleet and in `/metrics` for other autoscalers, and holds the requests meanwhile:
+The router does not start replicas. It reports how many replicas are wanted, in `/api/state` for the
+manager of a fleet and in `/metrics` for other autoscalers, and makes requests wait meanwhile:
 
 - A request waits at most `--start-wait` seconds, and at most `--start-queue` requests wait. When
   the queue is full, the tenant with the most waiting requests gives up its newest request to a
@@ -60,13 +60,13 @@ class ModelNotStartedError(GatewayError):
 
 
 class StartableModel:
-    """A model that may have no replica, until requests wait and a replica is started for them.
+    """A model that may have no replica until requests wait for it and a replica is started.
 
     Attributes:
         name: the model's name for clients.
         takes_any_name: whether requests with an unknown name are for this model.
-        is_removed: whether the manager of the fleet lists the model no more.
-        failure: why its replicas do not start; empty if they do.
+        is_removed: whether the fleet's manager does not list the model any more.
+        failure: why the model's replicas do not start; empty if they start.
         start_s: how long the last start took, from the first waiting request to the first ready
             replica; None before a start was measured.
         waiting: the requests that wait, oldest first.
@@ -86,22 +86,22 @@ class StartableModel:
         self._numerics = ""
 
     def is_used(self, within_s: float = USED_S) -> bool:
-        """Return whether a request waits for the model, or came within the last seconds."""
+        """Return whether a request waits for the model, or has arrived within `within_s`."""
         return bool(self.waiting) or time.monotonic() - self._used_s < within_s
 
     def note_request(self) -> None:
-        """Note that a request for the model has come."""
+        """Note that a request for the model has arrived."""
         if not self.is_used():
             self._began_s = None  # without waiting requests, a start may have been given up
         self._used_s = time.monotonic()
 
     def begin_start(self) -> None:
-        """Note that a request needs the first replica, which an autoscaler starts now."""
+        """Note when a request first needed a replica; the start time is measured from then on."""
         if self._began_s is None:
             self._began_s = time.monotonic()
 
     def expected_s(self) -> float | None:
-        """Return the expected rest of the present start in seconds; None if it is not known."""
+        """Return the seconds until the first replica should be ready; None if not known."""
         if self.start_s is None:
             return None
         elapsed_s = 0.0 if self._began_s is None else time.monotonic() - self._began_s
@@ -119,10 +119,10 @@ class StartableModel:
         self._used_s = time.monotonic()
 
     def on_ready(self, numerics: str) -> None:
-        """Measure the start, because a replica of the model has become ready.
+        """Measure the start time, because a replica of the model has become ready.
 
-        Logs a warning if the replica has another model under the same name than the last replica:
-        if its `numerics` differ.
+        Logs a warning if the replica's `numerics` differ from the last replica's: it then has
+        another model under the same name, or other settings.
         """
         began_s, self._began_s = self._began_s, None
         if began_s is not None and self.is_used(_MAX_START_S):
@@ -145,13 +145,13 @@ class WaitingRequest:
     Attributes:
         tenant: the tenant's name; empty without tenants.
         num_units: the length of the prompt in bytes.
-        is_displaced: whether the request gives up its place to another tenant.
+        is_displaced: whether the request must leave the queue in favour of another tenant.
     """
 
     __slots__ = ("is_displaced", "num_units", "tenant")
 
     def __init__(self, tenant: str, num_units: int) -> None:
-        """Create a request that keeps its place."""
+        """Create a request that may stay in the queue."""
         self.tenant = tenant
         self.num_units = num_units
         self.is_displaced = False
@@ -182,14 +182,14 @@ class ModelStarts:
     """
 
     def __init__(self, options: RouteOptions) -> None:
-        """Know the models that the options name; `follow` adds the models of a fleet."""
+        """Start with the models that the options name; `follow` adds the models of a fleet."""
         self.models = {name: StartableModel(name) for name in options.startable_models}
         self._fixed_names = frozenset(self.models)
         self._options = options
         self._created_s = int(time.time())
 
     def follow(self, listed_models: Iterable[ListedModel]) -> None:
-        """Know the models that a fleet's manager lists, and whether their replicas start."""
+        """Update the models, and the reasons why some do not start, from the manager's list."""
         names = set(self._fixed_names)
         for listed in listed_models:
             names.add(listed.name)
@@ -202,9 +202,9 @@ class ModelStarts:
             self.models.pop(name).is_removed = True  # requests that wait for it are refused
 
     def find(self, name: str) -> StartableModel | None:
-        """Return the model that a client's name means; None if it is not one of these models.
+        """Return the startable model that a client's name means; None if there is no such model.
 
-        No name means the first model. An owner, a tag and upper case are ignored.
+        An empty name means the first model. An owner, a tag and upper case are ignored.
         """
         if not self.models:
             return None
@@ -226,22 +226,23 @@ class ModelStarts:
         return sum(len(model.waiting) for model in self.models.values())
 
     def model_for(self, method: str, path: str, name: str) -> StartableModel | None:
-        """Return the model for which a request may wait; None if it may not.
+        """Return the model for whose start a request may wait; None if it may not wait.
 
-        Only requests that use a model may; lists of models, for example, start none.
+        Only requests that use a model may wait. A request for a list of models, for example, does
+        not start a replica.
         """
         if not self.models or method != "POST" or path not in _STARTING_PATHS:
             return None
         return self.find_any(name)
 
     def note_request(self, method: str, path: str, name: str) -> None:
-        """Note a request, so that a replica of its model is wanted, whoever answers the request."""
+        """Note a request, so that a replica of its model is wanted, even if an upstream answers."""
         model = self.model_for(method, path, name)
         if model is not None:
             model.note_request()
 
     def on_ready(self, numerics_by_model: Mapping[str, str]) -> None:
-        """Measure the start of each model of a replica that has become ready.
+        """Measure the start time of each model of a replica that has become ready.
 
         `numerics_by_model` are the numerics that the replica reports, by the names of its models.
         """
@@ -297,10 +298,11 @@ class ModelStarts:
             model.remove(waiting, outcome)
 
     def _make_room(self, newcomer: WaitingRequest, model: StartableModel) -> None:
-        """Take the place of the tenant with the most waiting requests, if the queue is full.
+        """If the queue is full, displace a request of the tenant with the most waiting requests.
 
         Raises:
-            ModelStartingError: no tenant has more waiting requests than the newcomer's would have.
+            ModelStartingError: no tenant has more waiting requests than the tenant of `newcomer`
+                would have.
         """
         keeping = [
             waiting
@@ -318,13 +320,17 @@ class ModelStarts:
         newest.is_displaced = True
 
     def full_error(self, model: StartableModel) -> ModelStartingError:
-        """Return the error of a request that finds the queue full, or must leave it."""
+        """Return the error for a request that finds the queue full, or must leave the queue."""
         count = counted_noun(self._options.start_queue, "request")
         return starting_error(model, f"starts, and {count} wait already (--start-queue)")
 
 
 def starting_error(model: StartableModel, predicate: str) -> ModelStartingError:
-    """Return the error of a request that may not wait, with the expected rest of the start."""
+    """Return the error for a request that may not wait until its model has started.
+
+    `predicate` is the rest of the sentence after the model's name. The error also has the expected
+    seconds until the model has started.
+    """
     expected_s = model.expected_s()
     return ModelStartingError(
         f"The model '{model.name}' {predicate}: send the request again later.",

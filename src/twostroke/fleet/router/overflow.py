@@ -1,4 +1,4 @@
-"""Decides by rules which requests are answered by an API in place of a replica, and by which.
+"""Decides by rules which requests an upstream API answers in place of a replica.
 
 A request is sent to an upstream only if a rule of the upstream applies:
 
@@ -6,8 +6,9 @@ A request is sent to an upstream only if a rule of the upstream applies:
 - `no_replica`: no replica is ready for it, or all have refused or lost it.
 - `objective`: its first token is expected later than the objective.
 
-Upstreams are tried in the order of the file, each at most once for a request. If none answers, the
-request takes its usual course at the replicas. After the first byte of an answer nothing is tried.
+Upstreams are tried in the order of the file, each at most once for a request. If no upstream
+answers, the request is sent to a replica or waits for one, as without `--overflow`. After the first
+byte of an answer was sent to the client, no other upstream or replica is tried.
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ class Overflow:
     ) -> None:
         """Read the rules in the file `path`, and the keys of the upstreams.
 
-        With `records`, the costs of each day are kept there; with `shared_records`, several routers
-        share them.
+        The costs of each day are stored in the database `records`, or in `shared_records`, the
+        store of several routers; with neither, they are lost when the router stops.
 
         Raises:
             UsageError: the file, or the file of a key, is wrong, or the file names tenants and
@@ -126,7 +127,7 @@ class Overflow:
         )
 
     async def start(self) -> None:
-        """Read and write costs regularly."""
+        """Start to read and write costs regularly."""
         await self.costs.start()
 
     async def stop(self) -> None:
@@ -156,18 +157,19 @@ class Overflow:
         return model_rows(owners, self._created_s, is_anthropic=is_anthropic)
 
     async def answer(self, request: ProxiedRequest, failed: AbstractSet[int]) -> bool:
-        """Let an upstream answer a request, if a rule says so; return whether one has answered.
+        """Let an upstream answer a request, if a rule says so; return whether it has answered.
 
         `failed` are the indices of replicas that have lost or refused the request.
 
         Raises:
             NoUpstreamError: only upstreams have the model, and none can answer now.
-            RateLimitError: the same, since they are busy.
-            RequestError: the same, since an upstream has refused the request.
+            RateLimitError: only upstreams have the model, and all are busy.
+            RequestError: only upstreams have the model, and an upstream has refused the request.
             LostAnswerError: the upstream has broken off its answer.
-            ClientGoneError: the client has left.
+            ClientGoneError: the client has disconnected.
             OverflowLoopError: the request has already passed this router.
-            NotAtUpstreamError: only upstreams have the model, and the request must stay here.
+            NotAtUpstreamError: only upstreams have the model, but the request may not be sent to an
+                upstream.
         """
         if self._is_denied(request):
             return False
@@ -200,7 +202,7 @@ class Overflow:
         return False
 
     def _is_denied(self, request: ProxiedRequest) -> bool:
-        """Return whether a request must stay here, by the present state of its key."""
+        """Return whether a request may not be sent to upstreams, by its key's current state."""
         self._permission.refresh_owner(request.context)
         return self._permission.is_denied(request.scope)
 
@@ -212,11 +214,11 @@ class Overflow:
         bought: BoughtModel,
         rule: Rule,
     ) -> UpstreamError | None:
-        """Let an upstream answer a request; return why it has not, or None if it has.
+        """Let an upstream answer a request; return None, or the error if it has not answered.
 
         Raises:
             LostAnswerError: the upstream has broken off its answer.
-            ClientGoneError: the client has left.
+            ClientGoneError: the client has disconnected.
         """
         max_cost = _max_cost(request, bought, self._fleet.context_length)
         via = b", ".join([*_routers_passed(request), self._via])
@@ -249,10 +251,10 @@ class Overflow:
         return None
 
     def _rule(self, request: ProxiedRequest, failed: AbstractSet[int]) -> tuple[Rule | None, float]:
-        """Return the rule that applies to a request; None if replicas should answer it.
+        """Return the rule that applies to a request; None if a replica should answer it.
 
-        Also returns the seconds after which a replica's first token is expected; infinity if that
-        does not matter.
+        Also returns the seconds after which the first token of a replica is expected; infinity if
+        they were not computed, because another rule applies or there is no objective.
         """
         fleet, model = self._fleet, request.model
         is_taken = self._is_taken_here(model)
@@ -274,7 +276,10 @@ class Overflow:
         return "objective" if expected_s > objective_s else None, expected_s
 
     def _is_taken_here(self, model: str) -> bool:
-        """Return whether a replica accepts a model's name: lists it, or takes any name."""
+        """Return whether a replica may answer requests for a model.
+
+        True if a replica lists the model, or accepts unknown names.
+        """
         try:
             self._fleet.having_model(model)
         except ModelNotFoundError:
@@ -290,9 +295,9 @@ class Overflow:
         )
 
     def _is_unlisted(self, model: str) -> bool:
-        """Return whether no replica lists a model, though replicas have listed their models.
+        """Return whether replicas have listed their models, and none of them lists this model.
 
-        A replica that was never reached does not count: if it has the model, it is not ready.
+        Replicas that were never reached do not matter: if they have the model, they are not ready.
         """
         fleet = self._fleet
         have_listed = any(replica.facts.models for replica in fleet.replicas.values())
@@ -302,7 +307,10 @@ class Overflow:
     def _having_model(
         self, request: ProxiedRequest, rule: Rule
     ) -> Iterator[tuple[Upstream, BoughtModel]]:
-        """Yield the upstreams that a rule allows for a request, and that it was not sent to yet."""
+        """Yield each upstream that a rule allows for a request, and its model.
+
+        Upstreams to which the request was already sent are left out.
+        """
         protocol = PROTOCOLS[request.scope["path"]]
         for upstream in self.upstreams:
             spec = upstream.spec
@@ -313,10 +321,11 @@ class Overflow:
                     yield upstream, bought
 
     def _check_may_stay(self, request: ProxiedRequest) -> None:
-        """Check that a request that no upstream can answer is not for a model of upstreams only.
+        """Check that replicas may have the model of a request that no upstream can answer.
 
         Raises:
-            NotAtUpstreamError: it is; the error says why the upstreams cannot answer.
+            NotAtUpstreamError: only upstreams have the model; the error says why they cannot answer
+                this request.
         """
         model, path = request.model, request.scope["path"]
         paths = self._paths_of(model)
@@ -342,7 +351,7 @@ class Overflow:
             raise NotAtUpstreamError(f"The API that has the model '{model}' {reason}.")
 
     def _paths_of(self, model: str) -> list[str]:
-        """Return the paths of requests that upstreams answer for a model that is not here."""
+        """Return the API paths on which upstreams answer for a model that no replica has."""
         protocols = {
             upstream.spec.protocol
             for upstream in self.upstreams
@@ -405,7 +414,13 @@ def _sums(sums: Sums, *, has_cost: bool) -> dict[str, Any]:
 
 
 def _check_tenants(tenants: Sequence[str], keys: ApiKeys | None, path: Path) -> None:
-    """Check that the router can know the tenants of `never_for`, and warn of unknown names."""
+    """Check that the router has API keys, by which it knows tenants, and warn of unknown tenants.
+
+    `tenants` are the names in the field `never_for` of the overflow file `path`.
+
+    Raises:
+        UsageError: the file names tenants, and the router has no API keys.
+    """
     if not tenants:
         return
     if keys is None:
@@ -420,9 +435,9 @@ def _check_tenants(tenants: Sequence[str], keys: ApiKeys | None, path: Path) -> 
 
 
 def _routers_passed(request: ProxiedRequest) -> list[bytes]:
-    """Return the routers of Twostroke that a request has passed, by its header `via`.
+    """Return the Twostroke routers that a request has passed, from its header `via`.
 
-    Other proxies are left out, since vendors need not know their names.
+    Other proxies in the header are left out, so that the vendors of APIs do not see their names.
     """
     vias = [value for name, value in request.scope["headers"] if name == _VIA_HEADER]
     return [via for value in vias for via in header_tokens(value) if _ROUTER_VIA.fullmatch(via)]
@@ -440,7 +455,7 @@ def _may_leave(request: ProxiedRequest) -> bool:
 
 
 def _max_cost(request: ProxiedRequest, bought: BoughtModel, context_length: int) -> float:
-    """Return the most that a request may cost, by the estimate of its prompt.
+    """Return the maximum cost of a request, from the estimated number of its prompt tokens.
 
     Without a limit in the request, an answer of `context_length` tokens is assumed.
     """

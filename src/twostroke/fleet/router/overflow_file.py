@@ -49,7 +49,9 @@ class TokenPrices(Frozen, forbid_unknown_fields=True, kw_only=True):
     cache_write: float | None = None
 
     def check(self, path: str) -> None:
-        """Check that no price is out of range; errors name `path`, their place in the file.
+        """Check that no price is out of range.
+
+        `path` is the path of the prices in the YAML file, for errors.
 
         Raises:
             UsageError: a price is out of range.
@@ -71,7 +73,7 @@ class TokenPrices(Frozen, forbid_unknown_fields=True, kw_only=True):
 
 
 class BoughtModel(TokenPrices, forbid_unknown_fields=True, kw_only=True):
-    """An upstream's model that answers for one of our models, with its prices.
+    """An upstream's model that may answer requests for a model of the router, with its prices.
 
     Attributes:
         model: the upstream's name of the model.
@@ -87,23 +89,23 @@ class BoughtModel(TokenPrices, forbid_unknown_fields=True, kw_only=True):
 
 
 class UpstreamSpec(Frozen, forbid_unknown_fields=True, kw_only=True):
-    """An API that may answer requests.
+    """An upstream: an API that may answer requests in place of replicas.
 
     Attributes:
-        name: its name in headers, logs and metrics.
-        url: its base URL, as the vendor's own client library takes it.
-        protocol: which requests it answers: chat completions ("openai") or messages
+        name: the upstream's name in headers, logs and metrics.
+        url: the base URL, as the vendor's own client library takes it.
+        protocol: the requests that the upstream answers: chat completions ("openai") or messages
             ("anthropic").
-        key_file: the file with its key; a relative path starts at the folder of the YAML file.
+        key_file: the file with the API key; a relative path starts at the folder of the YAML file.
         models: by the name that clients send, the upstream's model with its prices.
-        when: the rules by which it is used.
-        max_cost_per_day: the spending in a day (UTC) after which it is not used any more.
-        max_parallel: requests at the same time.
+        when: the rules by which the upstream is used.
+        max_cost_per_day: the spending in a day (UTC) after which the upstream is not used any more.
+        max_parallel: the maximum number of requests at the same time.
         connect_timeout: seconds until a connection must be open.
         read_timeout: seconds of silence after which an answer is given up.
-        ca_file: certificates of authorities in place of the system's.
-        drop: further fields of requests that it does not know.
-        rename: fields of requests that it knows by another name.
+        ca_file: a file with certificates of authorities, in place of the system's certificates.
+        drop: more request fields that the upstream does not know, and that are removed.
+        rename: the upstream's names of request fields, by the usual name.
     """
 
     name: str
@@ -121,7 +123,7 @@ class UpstreamSpec(Frozen, forbid_unknown_fields=True, kw_only=True):
     rename: dict[str, str] = msgspec.field(default_factory=dict)
 
     def check(self) -> None:
-        """Check all values; raises UsageError with the field."""
+        """Check all values of the upstream; raises UsageError with the field."""
         if not _NAME.fullmatch(self.name) or self.name == REPLICAS_SIDE:
             reason = "must have small letters, digits, dots and dashes, and not be 'here', got"
             raise UsageError(f"{reason} '{self.name}'.", field="name")
@@ -157,13 +159,13 @@ class UpstreamSpec(Frozen, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def target(self) -> bytes:
-        """The path of requests to it, which follows the path of its URL."""
+        """The path of requests to the upstream, which is appended to the path of its URL."""
         if self.protocol == "anthropic":
             return b"/messages" if self.address().path.endswith("/v1") else b"/v1/messages"
         return b"/chat/completions" if self.address().path else b"/v1/chat/completions"
 
     def find_model(self, name: str) -> BoughtModel | None:
-        """Return the model that answers for one of ours; None if the file has none.
+        """Return the upstream's model for a model name of a client; None if the file has none.
 
         If no name is equal, owner, tag and upper case are ignored.
         """
@@ -199,8 +201,8 @@ class OverflowSpec(Frozen, forbid_unknown_fields=True, kw_only=True):
 
     Attributes:
         upstreams: the upstreams.
-        objective: the rule `objective` applies if the first token is expected later than after
-            this time, in seconds.
+        objective: the limit for the time to the first token, in seconds; if the expected time is
+            longer, the rule `objective` applies.
         never_for: tenants whose requests are never sent to an upstream.
         currency: the currency of all prices.
         replicas: the costs of the replicas.

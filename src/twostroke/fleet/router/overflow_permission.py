@@ -1,4 +1,4 @@
-"""Who forbids that an API answers a request: its tenant, its key, or the request itself."""
+"""Checks whether a request's tenant, API key or header forbids that an upstream API answers it."""
 
 from __future__ import annotations
 
@@ -20,25 +20,28 @@ _NEVER: Final = b"never"
 
 
 class OverflowPermission:
-    """Says which requests a router must not send to an API, whatever the rules of `--overflow`.
+    """Decides which requests must not be sent to an upstream API, whatever `--overflow` says.
 
-    A request stays here if its header `x-twostroke-overflow`, its API key or its tenant forbids
-    that an API answers it.
+    Only replicas may answer a request if its header `x-twostroke-overflow`, its API key or its
+    tenant forbids upstreams.
 
     Attributes:
         never_for: tenants whose requests are never sent to an API, by the overflow file.
     """
 
     def __init__(self, keys: ApiKeys | None) -> None:
-        """Create the check for a router with these API keys; None without keys.
+        """Create the check for a router with the API keys `keys`, which may be None.
 
-        No tenant is in `never_for` until the overflow file is read.
+        The set `never_for` is empty until the overflow file is read.
         """
         self._keys = keys
         self.never_for: frozenset[str] = frozenset()
 
     def refresh_owner(self, context: ServedRequest) -> None:
-        """Replace a request's API key by its present state, since a request may wait for long."""
+        """Replace a request's API key by the key's current state.
+
+        The key may have changed while the request waited.
+        """
         keys, key = self._keys, context.key
         current_key = keys.with_id(key.id) if keys is not None and key is not None else None
         if current_key is not None:
@@ -51,7 +54,7 @@ class OverflowPermission:
         return is_denied_by_request or self._is_denied_by_owner(scope)
 
     def headers(self, scope: Scope) -> Headers:
-        """Return the headers that pass a refusal on to a replica; empty if overflow is allowed.
+        """Return the header that forbids a replica to use upstreams; empty if overflow is allowed.
 
         The replica may itself be a router with upstreams.
         """

@@ -63,14 +63,14 @@ def stored_path(id_: str) -> str:
 
 
 def is_file_path(path: str) -> bool:
-    """Return whether a path is about files or batches, which one replica keeps for each tenant."""
+    """Return whether a path is about files or batches; a tenant's files are all at one replica."""
     return any(path == start or path.startswith(f"{start}/") for start in FILE_PATHS)
 
 
 def is_harmless(method: str, path: str) -> bool:
     """Return whether a router that enforces the limits of keys may forward a request.
 
-    It may not if the request could control a replica, or would be computed without being counted.
+    False if the request could control a replica, or would be computed without being counted.
     """
     if method == "POST" and path in COMPUTED_PATHS:
         return path != "/api/pull"  # Ollama fetches models

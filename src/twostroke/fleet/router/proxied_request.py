@@ -64,28 +64,29 @@ _NOT_RETURNED: Final = HOP_HEADERS | frozenset(
 
 
 class ProxiedRequest:
-    """A request to forward; its `async with` block watches the client, and holds the body.
+    """A request to forward; its `async with` block watches the client, and keeps the body.
 
     Attributes:
         scope, receive, send: the client's request, by ASGI.
-        body: the whole body, or the parts of a body that is forwarded as it comes.
+        body: the whole body, or the parts of a body that is forwarded as it arrives.
         key: the routing key.
         model: the model that the request names.
-        content: the hash of its content; empty if no engine computes it.
-        equal_key: the hash that equal requests share; empty if its answers are random.
+        content: the hash of the request's content; empty if no engine computes the answer.
+        equal_key: the hash that equal requests share; empty if the answers are random.
         in_background: whether the response, unless it is streamed, says only that the answer will
             be computed.
         only_replica: the replica that must answer; None if the policy chooses.
-        meter: measures the usage; None if usage is not kept.
-        log: where the request goes, for logs and usage records.
+        meter: measures the usage; None if usage is not recorded.
+        log: the request's progress, for logs and usage records.
         context: the request's context in the HTTP layers.
-        sent_s: when it was sent to a replica last.
-        give_up_s: when it is given up if no replica is ready, on the event loop's clock; 0.0 if it
-            does not wait for a replica yet.
-        start_give_up_s: when it is given up if the first replica of its model has not started, on
-            the same clock; 0.0 if it has not waited for a start.
-        may_resend: whether it may be sent again after a replica has lost it.
-        was_stale: whether it was sent to the replica twice, since a connection had been closed.
+        sent_s: when the request was last sent to a replica.
+        give_up_s: when the request is given up if no replica is ready, on the event loop's clock;
+            0.0 if the request does not wait for a replica yet.
+        start_give_up_s: when the request is given up if the first replica of its model has not
+            started, on the same clock; 0.0 if the request has not waited for a start.
+        may_resend: whether the request may be sent again after a replica has lost it.
+        was_stale: whether the request was sent twice to the replica, because the replica had closed
+            the first connection.
         has_begun: whether the response to the client has begun.
         has_left: whether the client has disconnected.
         connection: the connection to the replica.
@@ -95,9 +96,10 @@ class ProxiedRequest:
         splitter: splits the response into events.
         kept_stream: the parts that another replica needs to continue the response; None if no other
             replica can.
-        lost_s: monotonic time at which a replica lost the response that had begun; 0.0 if none did.
-        strips_usage: whether the body asks for usage on behalf of the router, and the client gets
-            none.
+        lost_s: monotonic time at which a replica failed after the response had begun; 0.0 if no
+            replica failed then.
+        strips_usage: whether the router has added a request for usage to the body, so that the
+            usage must be removed from the response.
         may_overflow: whether an upstream may answer the request, if a rule says so.
         tried_upstreams: the names of the upstreams to which the request was sent.
     """
@@ -119,10 +121,10 @@ class ProxiedRequest:
             scope: the client's request, by ASGI.
             receive: returns the next ASGI message from the client.
             send: sends an ASGI message to the client.
-            body: the whole body, or its parts as they come.
+            body: the whole body, or its parts as they arrive.
             key: the routing key, from which the policy chooses a replica.
             model: the model that the request names; empty if it names none.
-            meter: measures the usage; None if usage is not kept.
+            meter: measures the usage; None if usage is not recorded.
         """
         self._replica: Replica  # to which the request was sent last
         self.scope = scope
@@ -165,7 +167,7 @@ class ProxiedRequest:
         return self.scope["path"] not in ENGINELESS_PATHS
 
     async def __aenter__(self) -> None:
-        """Start to watch whether the client leaves, and count the body in the memory of bodies.
+        """Start to watch whether the client disconnects, and count the body as body memory.
 
         The body stays in memory until the response begins, since it may have to be sent again.
         """
@@ -199,13 +201,13 @@ class ProxiedRequest:
             replica: the replica.
             replica_key: the key to show to replicas in place of the client's; None to show the
                 client's.
-            permission: knows whether the request may leave, which a replica must be told that
-                is a router.
+            permission: decides whether upstreams may answer the request; a header tells this to the
+                replica, which may itself be a router with upstreams.
 
         Raises:
-            ReplicaError: the replica cannot be reached, then `connection` is None, or it has lost
+            ReplicaError: the replica cannot be reached (then `connection` is None), or it has lost
                 the request.
-            ClientGoneError: the client has left.
+            ClientGoneError: the client has disconnected.
         """
         permission.refresh_owner(self.context)
         message, body = self._message_to(replica, replica_key, permission)
@@ -239,7 +241,7 @@ class ProxiedRequest:
 
     @property
     def first_bytes(self) -> bytes:
-        """The beginning of a response that another replica has begun; empty without one."""
+        """The first bytes of a response that another replica has begun; else empty."""
         return self.kept_stream.first_bytes if self.kept_stream is not None else b""
 
     @property
@@ -250,14 +252,14 @@ class ProxiedRequest:
         )
 
     async def begin_response(self, head: Head) -> bytes:
-        """Begin the response to the client when the first byte of the replica's body has come.
+        """Begin the response to the client when the first byte of the replica's body arrives.
 
-        Until then any replica can still answer; then the request's body is dropped, unless another
-        replica can continue the response (`kept_stream`). Heartbeats, which a replica sends before
-        it computes anything, are passed on at once, with the status and the headers.
+        Until then any replica can still answer. After that the request's body is dropped, unless
+        `kept_stream` lets another replica continue the response. Heartbeats, which a replica sends
+        before it computes anything, are sent to the client at once, after the status and headers.
 
         Returns:
-            The first bytes of the body that are no heartbeat, which were not sent yet.
+            The first bytes of the body after the heartbeats; they are not sent yet.
 
         Raises:
             ReplicaError: the replica has lost the request.
@@ -281,7 +283,7 @@ class ProxiedRequest:
         return data
 
     async def send_body(self, data: bytes) -> None:
-        """Send the body of the replica's response to the client as it comes, and count its usage.
+        """Send the body of the replica's response to the client as it arrives; count its usage.
 
         `data` is the beginning of the body, as `begin_response` returns it.
 
@@ -332,7 +334,7 @@ class ProxiedRequest:
         await self.end_response(body)
 
     async def begin_upstream_response(self, head: Head) -> None:
-        """Begin the response to the client with this head; no replica can continue it."""
+        """Begin the response to the client with an upstream's head; no replica can continue it."""
         if self.kept_stream is not None:
             self.kept_stream.release()
             self.kept_stream = None
@@ -358,7 +360,10 @@ class ProxiedRequest:
     def _make_splitter(
         self, event_ends: tuple[bytes, ...] | None, held_end: bytes = b""
     ) -> EventSplitter:
-        """Return the splitter of a replica's response; `held_end` is of the replica before."""
+        """Return the splitter of a replica's response.
+
+        `held_end` are the bytes that were held back of the previous replica's response.
+        """
         return EventSplitter(
             event_ends,
             self.meter,
@@ -380,8 +385,8 @@ class ProxiedRequest:
     ) -> tuple[bytes, bytes | AsyncIterator[bytes]]:
         """Return the head and the body of the message that carries the request to a replica.
 
-        Credentials and headers of the connection are replaced by the router's own. Also records
-        that the replica gets the request.
+        Credentials and connection headers are replaced by the router's own. Also notes in `log`
+        that this replica gets the request.
         """
         body = self.body
         self.sent_s = time.monotonic()

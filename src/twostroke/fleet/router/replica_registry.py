@@ -1,4 +1,4 @@
-"""The replicas of a router: their states, their facts, and which of them stores what."""
+"""The replicas of a router: their states, their facts, and the ids that each of them stores."""
 
 from __future__ import annotations
 
@@ -74,15 +74,15 @@ class ReplicaFacts(Frozen):
     """The facts that a replica reports about itself; empty values for facts it does not report.
 
     Attributes:
-        models: the names of its models.
-        epoch: a value that changes with each start.
-        version: its version of Twostroke.
-        numerics: a digest that must be equal for equal answers.
-        context_length: in tokens; 0 if it is not known.
-        keeps_files: whether it has files and batches; None if it is not known.
-        takes_any_name: whether it accepts names of models that it does not list.
-        coalesces: whether it computes equal requests in flight once; None if it is not known.
-        numerics_by_model: `numerics` of each model, if it has several.
+        models: the names of the replica's models.
+        epoch: a value that changes with each start of the replica or its engine.
+        version: the replica's version of Twostroke.
+        numerics: a digest; only replicas with equal numerics give equal answers.
+        context_length: the context length in tokens; 0 if it is not known.
+        keeps_files: whether the replica has files and batches; None if it is not known.
+        takes_any_name: whether the replica accepts names of models that it does not list.
+        coalesces: whether the replica computes equal requests in flight once; None if not known.
+        numerics_by_model: the `numerics` of each model, if the replica has several models.
     """
 
     models: tuple[str, ...] = ()
@@ -124,7 +124,7 @@ class Replica:
         address: the server's URL and its parts.
         index: the replica's index in the dispatcher.
         pool: the connections to the server.
-        computed: the contents of the requests that it computes for this router.
+        computed: the contents of the requests that the replica computes for this router.
         state, reason: the replica's state, and why it is not ready, for people.
         since_s: when the state began, in seconds since 1970.
         facts: the server's report about itself.
@@ -133,12 +133,12 @@ class Replica:
         is_listed: whether the options, the file or DNS still name it.
         num_requests: requests sent to it.
         num_lost_before, num_lost_after: requests that it lost before and after the first byte.
-        num_prompt_tokens, num_cached_tokens, work_s, horizon_s, prefill_per_decode: as it
-            reports.
-        num_reported: the requests that run or wait there, of any client, as it reports.
+        num_prompt_tokens, num_cached_tokens, work_s, horizon_s, prefill_per_decode: the values of
+            its last report (`ServerLoad`).
+        num_reported: the requests of all clients that run or wait there, by its last report.
         probe: the connection for health checks.
-        check_now: set to check its health at once.
-        was_checked: set after each health check.
+        check_now: an event; setting it starts a health check at once.
+        was_checked: an event that is set after each health check.
     """
 
     def __init__(self, address: Address, index: int) -> None:
@@ -173,9 +173,10 @@ class Replica:
         return self.address.url
 
     def model_name(self, model: str) -> str:
-        """Return the name under which the replica lists a model; else the name of its first model.
+        """Return the model name for logs and usage records.
 
-        Logs and usage records name the model in this way.
+        This is the name under which the replica lists the model, or else the name of the replica's
+        first model.
         """
         names = self.facts.models or (model,)
         return self.facts.find_model(model) or names[0]
@@ -203,11 +204,11 @@ class ReplicaRegistry:
         replicas: the replicas by URL.
         dispatcher: chooses replicas for requests.
         starts: the models that may have no replica, and requests that wait for their start.
-        overflow_permission: knows whose requests must not leave for an API.
+        overflow_permission: decides which requests must not be sent to an upstream API.
         context_length: the longest context length of any replica, in tokens.
         is_stopping: whether the router stops, so that no request waits for a replica.
         num_continued: responses that another replica continued.
-        pause_s, max_pause_s: the sum of their pauses, and the longest.
+        pause_s, max_pause_s: the sum of the pauses in these responses, and the longest pause.
     """
 
     def __init__(self, options: RouteOptions) -> None:
@@ -294,7 +295,7 @@ class ReplicaRegistry:
     def set_facts(self, replica: Replica, facts: ReplicaFacts) -> None:
         """Set the facts that a replica reports about itself.
 
-        If they show that the replica was restarted, its prefix cache counts as empty.
+        If the facts show that the replica was restarted, its prefix cache counts as empty.
         """
         if facts.epoch != replica.facts.epoch or (
             not facts.epoch and replica.state is ReplicaState.DOWN
@@ -311,7 +312,7 @@ class ReplicaRegistry:
     def set_trust(self, replica: Replica, *, trusts_router: bool) -> None:
         """Set whether a replica accepts the tenants that the router names in its requests.
 
-        Logs a warning when a replica turns out not to.
+        Logs a warning if the replica does not accept them.
         """
         keys = self.options.api_keys
         trusts_router = trusts_router or keys is None or not keys.have_tenants
@@ -350,12 +351,12 @@ class ReplicaRegistry:
         return ""
 
     def set_startable(self, models: Iterable[ListedModel]) -> None:
-        """Set the models that can start without a replica, from the list of the fleet's manager."""
+        """Set the models that may have no replica, from the list of the fleet's manager."""
         self.starts.follow(models)
         self._masks.clear()
 
     def check_is_known(self, model: str) -> None:
-        """Check that a model may be started, or that a replica, even a draining one, may have it.
+        """Check that a model may be started, or that any replica, ready or not, may have it.
 
         Raises:
             ModelNotFoundError: requests for the model must not wait for a replica.
@@ -395,10 +396,11 @@ class ReplicaRegistry:
         return (self._by_index[routed.index], routed) if routed is not None else None
 
     def having_model(self, model: str) -> npt.NDArray[np.bool_] | None:
-        """Return which replicas a request for a model may use: shape (replicas,), by index.
+        """Return a mask of the replicas that a request for a model may use, shape (replicas,).
 
-        None if all may be used. Replicas that list exactly this name are preferred to replicas that
-        list a similar name. If no replica lists the model, replicas that may accept any name count.
+        Returns None if all replicas may be used. Replicas that list exactly this name are preferred
+        to replicas that list a similar name. If no replica lists the model, the mask has the
+        replicas that may accept any name.
 
         Raises:
             ModelNotFoundError: no replica has the model or accepts any name, and the model has no
@@ -451,7 +453,8 @@ class ReplicaRegistry:
     def no_replica_error(self, model: str = "") -> NoReplicaError:
         """Return the error for a request that no replica can answer now.
 
-        It names how many replicas are in which state; if replicas list `model`, only these count.
+        The error says how many replicas are in which state; if replicas list `model`, it counts
+        only these replicas.
         """
         if not self.replicas:
             listing, name = self.options.listing, self.options.discover
@@ -469,12 +472,12 @@ class ReplicaRegistry:
     def record_answer(
         self, replica: Replica, data: bytes, routed: RoutedRequest | None, *, is_streamed: bool
     ) -> None:
-        """Learn from the first bytes of a successful answer, which have come just now.
+        """Note the first bytes of a successful answer, when they arrive.
 
         Remembers which replica stores the answer, if it has an id, and tells the dispatcher the
         time of the first token. `routed` is the dispatcher's record; None if the policy did not
-        choose the replica, if no engine computes the answer, or if these bytes came before the
-        first token.
+        choose the replica, if no engine computes the answer, or if these bytes precede the first
+        token.
         """
         if match := _STORED_ID.search(data, 0, _MAX_ID_OFFSET):
             self.set_stored_at(match[1].decode(), replica)
@@ -494,12 +497,12 @@ class ReplicaRegistry:
     def stored_at(self, id_: str) -> Replica | None:
         """Return the replica that stores the response or conversation with an id.
 
-        None if the router does not know it.
+        Returns None if the router does not know the replica.
         """
         return self.replicas.get(self._url_by_stored_id.get(id_, ""))
 
     def file_replica(self, affinity: int, *, needs_tenants: bool) -> Replica | None:
-        """Return the replica for a tenant's files, always the same while the replicas stay.
+        """Return the replica for a tenant's files, the same one as long as no replica changes.
 
         `affinity` is a hash of the tenant. With `needs_tenants` the replica must separate the files
         of tenants, as Twostroke does. Returns None if no replica keeps files.
@@ -518,7 +521,7 @@ class ReplicaRegistry:
 
 
 def hash_text(text: str) -> int:
-    """Return a 64-bit hash of a text, such as a replica's URL, to choose the same replica again."""
+    """Return a 64-bit hash of a text, such as a replica's URL, that is stable across restarts."""
     value = 0
     for byte in text.encode():
         value = mix(value ^ byte)

@@ -1,4 +1,4 @@
-"""Reads a client's request: its body, tenant, model, content and limits, and who must answer it."""
+"""Reads a client's request: its body, model and limits, and the replica that must answer it."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ class RequestReader:
     ) -> None:
         """Create a reader for requests to the replicas of `fleet`.
 
-        `killers` knows the contents that are refused. With `keeps_usage`, the router enforces the
-        limits of API keys, and measures the usage of each request; with `measures_usage` it only
-        measures. `trace` records the requests.
+        `killers` knows the contents that are refused because they kill engines. With `keeps_usage`,
+        the router enforces the limits of API keys, and measures the usage of each request; with
+        `measures_usage`, it only measures usage. `trace` records the requests.
         """
         self._measures_usage = measures_usage or trace is not None
         self._trace = trace
@@ -100,9 +100,9 @@ class RequestReader:
         """Read a request that a model answers, such as a chat request.
 
         Returns:
-            The request, and the id of the stored answer that it continues; empty if it
-                continues none.
-            If it names a stored file, its `only_replica` is the replica that stores the file.
+            The request, and the id of the stored answer that it continues; the id is empty if it
+            continues none. If the request names a stored file, its `only_replica` is the replica
+            that stores the file.
         """
         path, salt = scope["path"], _salt(scope)
         body = await read_json(Request(scope, receive), self._fleet.options.limits)
@@ -142,7 +142,8 @@ class RequestReader:
         """Read a request that no model answers, for example about stored answers, files or batches.
 
         Returns:
-            The request, and the id of the stored answer in its path; empty if there is none.
+            The request, and the id of the stored answer in its path; the id is empty if the path
+            has none.
         """
         path, method, salt = scope["path"], scope["method"], _salt(scope)
         file_replica = self._require_file_replica(salt) if is_file_path(path) else None
@@ -260,7 +261,8 @@ class RequestReader:
     async def _body(self, request: Request) -> bytes | AsyncIterator[bytes]:
         """Return the body of a request that no model answers.
 
-        It is whole, or comes in parts if it is a form, which may have a large file.
+        Returns the whole body as bytes; if the body is a form, which may have a large file, returns
+        an iterator of its parts.
 
         Raises:
             BodySizeError: the body is too large.
@@ -311,7 +313,8 @@ def _check_path(method: str, path: str) -> None:
 def _salt(scope: Scope) -> bytes:
     """Return the bytes that separate a tenant's prompts and files from other tenants.
 
-    They are the tenant's name, or else the key that the client shows; empty without a key.
+    These bytes are the tenant's name, or else the API key that the client sends; empty without a
+    key.
     """
     tenant = served_of(scope).tenant
     if tenant:

@@ -24,7 +24,7 @@ _UNTIL_CLOSED: Final = -1  # the length of a body that lasts until the end of it
 
 
 class ReplicaError(TwostrokeError):
-    """A replica cannot be reached, or did not answer in HTTP. The message is for the log."""
+    """A replica cannot be reached, or its answer is not valid HTTP. The message is for the log."""
 
 
 class CutOffError(ReplicaError):

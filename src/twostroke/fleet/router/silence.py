@@ -1,4 +1,4 @@
-"""Notices that a replica sends nothing although it was asked for its health."""
+"""Notices that a replica sends nothing although a health check asks for an answer."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _PAUSED_S: Final = 0.5  # that a tick is late if this process was paused
 class SilenceTimer:
     """Measures how long a replica has been silent while a health check is unanswered.
 
-    The timer runs beside the health checks, so the interval and the timeout of the checks do not
-    add to the time until a silent replica is given up. Any byte of the replica ends its silence; a
-    replica that was not asked may be silent. After a replica was given up, the next check has its
-    whole time again.
+    The timer is independent of the interval and the timeout of the health checks, so these do not
+    add to the time until a silent replica is given up. Any byte from the replica ends its silence;
+    a replica may be silent while no health check waits for an answer. After a replica was given up,
+    the time for the next health check starts at zero.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class SilenceTimer:
 
     @property
     def silent_s(self) -> float:
-        """The seconds since the last byte of the replica."""
+        """The seconds since the last byte from the replica."""
         return self._loop.time() - self._pool.heard_s
 
     @property
@@ -62,9 +62,10 @@ class SilenceTimer:
         return self._asked_s is not None and self._loop.time() >= self._down_due_s()
 
     def start(self, interval_s: float) -> None:
-        """Start with a health check that is sent now; go on if an earlier check is unanswered.
+        """Start the timer for a health check that is sent now.
 
-        `interval_s` is the time between two checks, for which an idle replica is silent.
+        If an earlier check is still unanswered, the timer continues. `interval_s` is the time
+        between two checks; an idle replica is silent for this time.
         """
         self._interval_s = interval_s
         if self._asked_s is None:
@@ -73,7 +74,7 @@ class SilenceTimer:
             self._schedule()
 
     def stop(self) -> None:
-        """Stop, since the replica has answered a health check."""
+        """Stop the timer, since the replica has answered a health check."""
         self._asked_s = None
         if self._timer is not None:
             self._timer.cancel()
@@ -87,7 +88,7 @@ class SilenceTimer:
         self._timer = self._loop.call_at(self._expected_s, self._tick)
 
     def _tick(self) -> None:
-        """Judge the silence, and go on until the replica is given up."""
+        """Check how long the replica has been silent, and continue until it is given up."""
         self._timer = None
         now_s = self._loop.time()
         is_late = now_s - self._expected_s > _PAUSED_S
@@ -102,14 +103,14 @@ class SilenceTimer:
             self._schedule()
 
     def _down_due_s(self) -> float:
-        """Return when the replica must get no more requests, if no byte comes until then."""
+        """Return when the replica must get no more requests, if no byte arrives until then."""
         return self._due_s(self._down_s, self._interval_s)
 
     def _ejection_due_s(self) -> float:
-        """Return when the replica is given up, if no byte comes until then.
+        """Return when the replica is given up, if no byte arrives until then.
 
-        With many replicas, checks are rare. Then a check must be unanswered for longer, since a
-        replica is silent between two checks.
+        With many replicas, checks are rare, and an idle replica is silent between two checks. A
+        check must then be unanswered for longer.
         """
         return self._due_s(self._eject_s, min(self._interval_s, _MAX_EJECTION_INTERVAL_S))
 

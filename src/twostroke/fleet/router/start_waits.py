@@ -1,4 +1,4 @@
-"""Lets a request wait until a replica of its model is ready, if the model may have none."""
+"""Makes a request wait for the first replica of its model, if the model may have no replica."""
 
 from __future__ import annotations
 
@@ -24,25 +24,27 @@ async def wait_for_start(
     model: StartableModel,
     is_up: Callable[[], bool],
 ) -> bool:
-    """Wait until a replica of the model may answer a request that no replica has answered.
+    """Wait until a replica of the model may answer a request.
 
-    While a replica is ready, and has refused the request, the request waits `wait_s` of the
-    options, as for any model: the health checks find out before whether the replica drains.
+    If a replica is ready, but has refused the request, the request waits at most for the option
+    `wait_s`, as for any model. If the replica refused it because it drains, a health check finds
+    this within that time, and the request then waits for a new replica.
 
     Args:
         fleet: the replicas.
         request: the request.
         model: its model.
-        is_up: says whether a replica of the model is ready.
+        is_up: returns whether a replica of the model is ready.
 
     Returns:
-        Whether a replica may be tried (again), or the request now means another model.
+        True if the caller should choose a replica again; False if the request has waited long
+        enough for a replica that refuses it.
 
     Raises:
         ModelNotFoundError: the model was removed from the models that may have no replica.
-        ModelStartingError: the request may not wait (any longer).
+        ModelStartingError: the request may not wait, or not any longer.
         ModelNotStartedError: the model's replicas fail again and again.
-        ClientGoneError: the client has left.
+        ClientGoneError: the client has disconnected.
         ServerStoppingError: the router stops.
     """
     options, clock = fleet.options, asyncio.get_running_loop().time

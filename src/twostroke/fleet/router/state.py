@@ -17,8 +17,8 @@ SCRAPE_S: Final = 60.0  # for which a used model counts for autoscalers that loo
 def fleet_state(fleet: ReplicaRegistry) -> dict[str, Any]:
     """Return the body of `GET /api/state`: the replicas, their queued work, and cache hit rates.
 
-    The work is in seconds. Rates are fractions of the prompts' bytes; beside the hit rate is the
-    best possible rate, which counts all bytes that any replica has in its prefix cache.
+    The work is in seconds. Cache hit rates are fractions of the prompts' bytes. A second rate is
+    the best possible hit rate: it counts all bytes that any replica has in its prefix cache.
     """
     dispatcher, now_s = fleet.dispatcher, time.time()
     total = dispatcher.num_units
@@ -70,16 +70,19 @@ def fleet_state(fleet: ReplicaRegistry) -> dict[str, Any]:
 def wanted_replicas(
     fleet: ReplicaRegistry, model: str | None = None, *, used_within_s: float = USED_S
 ) -> int:
-    """Return how many replicas, of one model or of all, would bring the mean wait to `busy_s`.
+    """Return how many replicas would bring the mean wait to the option `busy_s`.
 
-    Autoscalers read this number. It is smaller than the present number only if half of the present
-    replicas would be enough, and if each replica then has at most `_STREAMS_PER_REPLICA` running
-    requests: work counts prompts, not answers. If a replica reports its work, the report is used,
-    because a request without streaming looks like work until its end. The work of requests that
-    wait for a first replica is the work of their prompts at the fleet's mean speed.
+    Autoscalers read this number, for one model or, if `model` is None, for all models. The number
+    is smaller than the current number of replicas only if half of them would be enough, and if each
+    remaining replica would have at most `_STREAMS_PER_REPLICA` running requests. The second rule is
+    needed because work counts the prefill of prompts, but not the decoding of answers.
 
-    It is at least one, except for models that may have no replica: it is zero if they have no
-    requests, and had none within the last `used_within_s` seconds.
+    A replica's own report of its work is preferred to the router's estimate, because the router
+    counts a request without streaming as work until its end. For requests that wait for a first
+    replica, the work is the prefill of their prompts at the fleet's mean speed.
+
+    The number is at least one, except for models that may have no replica: for them it is zero if
+    no request runs, waits or has arrived within the last `used_within_s` seconds.
     """
     dispatcher = fleet.dispatcher
     ready = [replica for replica in fleet.ready if model is None or model in replica.facts.models]
@@ -105,7 +108,7 @@ def wanted_replicas(
 def _is_unused(fleet: ReplicaRegistry, model: str | None, used_within_s: float) -> bool:
     """Return whether a model, or each model of the fleet, may have no replica and needs none now.
 
-    A replica that drains counts: its streams may have to continue at another one.
+    A draining replica's requests count, since another replica may have to continue their streams.
     """
     starts = fleet.starts.models
     replicas = [

@@ -1,4 +1,4 @@
-"""Records the requests of a router as a trace: times, lengths, shared beginnings; never text."""
+"""Records the requests of a router as a trace: times, lengths, shared prefixes; never text."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _NOT_VALID: Final = "not valid"  # the outcome of a request with an error; it is
 class RouterTraceRecorder:
     """Appends a line to a trace for each request to a model that a router has forwarded.
 
-    A router has no tokenizer. So prompts are compared in blocks of 64 bytes of their text, and the
-    length of a shared beginning in tokens follows from its share of the text. So does the point at
-    which a prompt parts from earlier ones; the first estimate is kept for later prompts that part
-    there, so that they have the same number.
+    A router has no tokenizer, so it compares prompts in blocks of 64 bytes of their text. The
+    length of a shared prefix in tokens is estimated from the prefix's share of the text. The
+    position at which a prompt begins to differ from earlier prompts is estimated in the same way;
+    later prompts that begin to differ at the same point get the first estimate again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -40,7 +40,7 @@ class RouterTraceRecorder:
         self._positions: RecentValues[int] = RecentValues()  # in tokens, by the key of a parting
 
     def read(self, tenant: str, text: bytes) -> TracedPrompt | None:
-        """Return the facts of a tenant's prompt for the trace; None if it is not recorded."""
+        """Return the facts about a tenant's prompt for the trace; None if nothing is recorded."""
         if not self._file.is_open:
             return None
         return TracedPrompt(self._prefixes.hashes(tenant, text), self._partings.add(tenant, text))
@@ -81,7 +81,11 @@ class RouterTraceRecorder:
         self._file.close()
 
     def _shared(self, log: ProxyLog, num_prompt: int) -> tuple[int, int] | None:
-        """Return how far back the most similar prompt is, and how many tokens both share."""
+        """Find the earlier prompt that shares the longest prefix with the prompt.
+
+        Returns how many prompts ago that prompt came, and the estimated length of the prefix in
+        tokens; None if no earlier prompt shares a prefix.
+        """
         assert log.prompt is not None
         traced = log.prompt.traced
         similar = self._prefixes.add(traced.hashes if traced is not None else ())
@@ -93,9 +97,10 @@ class RouterTraceRecorder:
         return (num_prompts_back, num_tokens) if num_tokens else None
 
     def _parting(self, log: ProxyLog, num_prompt: int) -> tuple[int | None, int]:
-        """Return where a prompt parts from earlier ones, and how much after that they repeat.
+        """Return the position at which a prompt begins to differ from earlier prompts.
 
-        Both are estimates in tokens.
+        Also returns how many tokens after the position occur in earlier prompts. Both are estimates
+        in tokens; the position is None if it is unknown.
         """
         assert log.prompt is not None
         traced = log.prompt.traced

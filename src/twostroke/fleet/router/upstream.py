@@ -103,8 +103,8 @@ class UpstreamConnection(asyncio.Protocol):
 
     Attributes:
         has_answered: whether a byte of the present response has come.
-        sink: called with parts of the body that come while `read` waits; returns whether it
-            took them, so that no task has to wake. The last part is always read.
+        sink: called with parts of the body that arrive while `read` waits. If it returns True, it
+            has handled the part, and no task has to wake. The last part is always left to `read`.
         idle_since_s: when the connection was returned to the pool.
         num_requests: requests sent so far.
     """
@@ -139,18 +139,19 @@ class UpstreamConnection(asyncio.Protocol):
 
     @property
     def is_reusable(self) -> bool:
-        """Whether the response was read, and the replica keeps the connection for another one."""
+        """Whether the response was read, and the connection stays open for another request."""
         return self.is_read and not self._reader.is_last
 
     async def request(
         self, head: bytes, body: bytes | AsyncIterator[bytes] = b"", *, is_head: bool = False
     ) -> Head:
-        """Send a request to the replica, and return the head of the response when it has come.
+        """Send a request to the replica; return the head of the response when it has arrived.
 
-        A body in parts is sent as the parts come. `is_head` says that the request's method is HEAD.
+        If `body` is an iterator, its parts are sent as they arrive. `is_head` says that the
+        request's method is HEAD.
 
         Raises:
-            ReplicaError: the connection ended before, or the response is not HTTP.
+            ReplicaError: the connection ended before that, or the response is not HTTP.
         """
         assert self._transport is not None
         self._reader = ResponseReader(is_head=is_head)
@@ -172,7 +173,7 @@ class UpstreamConnection(asyncio.Protocol):
         """Return the next part of the response's body; empty at its end.
 
         Raises:
-            ReplicaError: the connection ended before, or the response is not HTTP.
+            ReplicaError: the connection ended too early, or the response is not HTTP.
         """
         while not self._body:
             if self._reader.is_whole:

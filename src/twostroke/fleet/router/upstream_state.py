@@ -53,13 +53,14 @@ class UpstreamError(ReplicaError):
     """An upstream did not answer a request, so another upstream or a replica may answer it.
 
     Attributes:
-        kind: a word of `FAILURE_KINDS`.
-        pause_s: how long the upstream is not used; None if that depends on earlier failures.
+        kind: the kind of failure, a word of `FAILURE_KINDS`.
+        pause_s: seconds for which the upstream is not used; None if they depend on the number of
+            earlier failures.
         request_error: the error for the client, if the request itself is refused.
     """
 
     def __init__(self, reason: str, kind: str, pause_s: float | None = None) -> None:
-        """Create the error; `reason` is a sentence that has no text of the upstream."""
+        """Create the error; `reason` is a sentence that quotes no text of the upstream."""
         super().__init__(reason)
         self.kind = kind
         self.pause_s = pause_s
@@ -70,17 +71,17 @@ class Upstream:
     """An API that may answer requests. Call the methods only in the event loop's thread.
 
     Attributes:
-        spec: its part of the overflow file.
-        pool: the connections to it.
+        spec: the upstream's entry in the overflow file.
+        pool: the connections to the upstream.
         num_running: requests that run there.
         num_requests: answered requests, by rule.
-        num_failures: requests that it did not answer, by kind of the failure.
-        reason: why it failed last, for people; empty after an answer.
-        failure_kind: the kind of its last failure; empty after an answer.
+        num_failures: requests that it did not answer, by kind of failure.
+        reason: why the last request failed, for people; empty after an answer.
+        failure_kind: the kind of the last failure; empty after an answer.
     """
 
     def __init__(self, spec: UpstreamSpec, costs: CostBook) -> None:
-        """Read the key of an upstream.
+        """Create an unused upstream, and read its key.
 
         Raises:
             UsageError: the file with the key or with certificates cannot be used.
@@ -142,7 +143,10 @@ class Upstream:
 
     @property
     def state(self) -> tuple[str, str]:
-        """The state in a word (ready, paused, full or spent), and why, or why it failed last."""
+        """The state as a word (ready, paused, full or spent), and its reason.
+
+        The reason of a ready upstream is its last failure; empty if it has answered since then.
+        """
         if self._has_spent_all:
             return "spent", f"It has reached max_cost_per_day, {self.spec.max_cost_per_day:,g}."
         if reason := self._costs.why_unknown(self.name):
@@ -156,12 +160,12 @@ class Upstream:
 
     @property
     def _has_spent_all(self) -> bool:
-        """Whether the requests that have ended today have cost `max_cost_per_day`."""
+        """Whether the requests that have ended today have reached `max_cost_per_day`."""
         return self._costs.spent_today(self.name) >= self.spec.max_cost_per_day
 
     @property
     def _reason_if_full(self) -> str:
-        """Why another request must wait until a running one ends; empty if it need not."""
+        """Why another request must wait until a running request ends; empty if it need not wait."""
         if self.num_running >= self.spec.max_parallel:
             return f"It runs max_parallel requests, {self.spec.max_parallel}."
         limit = self.spec.max_cost_per_day
@@ -171,12 +175,12 @@ class Upstream:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the upstream only has no room now, so that a client may try again later."""
+        """Whether the upstream is only out of capacity or budget, so that a retry may succeed."""
         word, _ = self.state
         return word in {"spent", "full"} or (word == "paused" and self.failure_kind == "busy")
 
     def key(self) -> str:
-        """Return the key; a key that has changed ends the pause of a refused key.
+        """Return the API key; a changed key ends the pause that began when the key was refused.
 
         Raises:
             UpstreamError: the file has no key now.
@@ -194,10 +198,10 @@ class Upstream:
         return key
 
     async def begin(self, max_cost: float) -> bool:
-        """Count a request, and reserve the most that it may cost; return whether it may be sent.
+        """Count a request, and reserve its maximum cost; return whether the request may be sent.
 
-        It may not if other routers have meanwhile reserved the rest of the day's limit. `end` must
-        follow in any case.
+        It may not be sent if other routers have meanwhile reserved the rest of the day's limit. The
+        caller must call `end` in any case.
         """
         self.num_running += 1
         cost_before = self._reserved_cost
@@ -214,7 +218,7 @@ class Upstream:
         self._costs.reserve(self.name, self._reserved_cost)
 
     def record_answer(self, rule: str, bought: BoughtModel) -> None:
-        """Count a request that is answered; earlier failures no longer count."""
+        """Count an answered request; earlier failures no longer count."""
         self.num_requests[rule] += 1
         self._paused_models.pop(bought.model, None)
         self._num_failures_in_row = 0
@@ -233,7 +237,7 @@ class Upstream:
         self._first_token_at_s = time.monotonic()
 
     def record_failure(self, error: UpstreamError, bought: BoughtModel) -> None:
-        """Pause the upstream after a failure, and say so once in the log."""
+        """Count a failure, pause the upstream or its model if necessary, and log it once."""
         self.num_failures[error.kind] += 1
         pause_s = error.pause_s
         if error.kind == "refused":  # because of the request
@@ -265,7 +269,7 @@ class Upstream:
 def status_error(head: Head, body: bytes, bought: BoughtModel) -> UpstreamError:
     """Return the error for an upstream's answer with an error status.
 
-    The sentence has nothing of the body, which may repeat the key.
+    The error's message quotes nothing from the body, since the body may repeat the key.
     """
     status = head.status
     if status == _LOOP_STATUS:
@@ -293,7 +297,7 @@ def unreachable(error: ReplicaError) -> UpstreamError:
 
 
 def _retry_after_s(head: Head) -> float:
-    """Return the seconds after which an upstream wants the next request."""
+    """Return the seconds in a response's header `Retry-After`, within bounds."""
     text = head.value(b"retry-after").decode("latin-1").strip()
     try:
         seconds = float(text)

@@ -53,11 +53,11 @@ class ProxyLog:
 
     Attributes:
         num_open: answers that have not ended.
-        num_tries: attempts that have failed.
-        replica: the replica to which the request was sent last; None if it was an upstream.
-        upstream: the name of the upstream to which the request was sent last; empty if it was a
-            replica.
-        prompt: what routing read of the request; None if no model answers.
+        num_tries: the number of attempts that have failed.
+        replica: the replica to which the request was last sent; None if it was sent to an upstream.
+        upstream: the name of the upstream to which the request was last sent; empty if it was sent
+            to a replica.
+        prompt: the facts that routing has read from the body; None if no model answers.
         first_byte_s: monotonic time of the first byte of a stream; None before it.
     """
 
@@ -93,9 +93,10 @@ class ProxyLog:
 
 
 class TokenRate:
-    """The average number of output tokens per second of recent requests, from their last attempt.
+    """The average speed of recent answers in output tokens per second.
 
-    From this rate and the time, the router estimates the usage of an answer before it comes.
+    From this rate and the elapsed time, the router estimates how many tokens a request without
+    streaming has used so far. Only the last attempt of a request counts.
 
     Attributes:
         per_s: the average; 0.0 without measurements.
@@ -114,8 +115,8 @@ class TokenRate:
 class UsageMeter:
     """Counts the tokens of one request while the replica's answer passes through the router.
 
-    Bytes of a stream are searched, and events with usage are parsed. An answer that is not streamed
-    is parsed at its end.
+    A stream is searched for usage, and only events with usage are parsed. An answer that is not
+    streamed is parsed at its end.
 
     Attributes:
         max_output: the maximum number of output tokens.
@@ -168,7 +169,7 @@ class UsageMeter:
     def restart(self, *, is_continued: bool = False) -> None:
         """Prepare for another attempt, after a server has refused or lost the request.
 
-        Nothing of earlier attempts counts, unless the attempt continues their stream.
+        The tokens of earlier attempts do not count, unless the new attempt continues their stream.
         """
         self._attempt_began_s = time.monotonic()
         self._used = self._estimate
@@ -185,7 +186,7 @@ class UsageMeter:
 
         Args:
             head: the head of the response.
-            is_free_if_silent: whether an answer without a usage header used nothing.
+            is_free_if_silent: whether an answer without a usage header has used no tokens.
             strips_usage: whether to remove the usage from the stream, for a client that did not
                 ask for it.
         """
@@ -279,7 +280,7 @@ class UsageMeter:
         return b"".join(kept_events)
 
     def _take_body(self, data: bytes) -> bytes:
-        """Keep a part of an answer that is not streamed, to read its usage at the end."""
+        """Keep a part of an answer that is not streamed; its usage is read at the end."""
         self._num_bytes += len(data)
         self._body.append(data)
         if self._num_bytes > _MAX_KEPT_BYTES:
@@ -290,7 +291,7 @@ class UsageMeter:
         """Add the usage that an event of a stream reports to the usage of the request.
 
         Usually an event reports the usage of the whole stream so far. An event of llama-server
-        reports the usage of one of several answers.
+        reports the usage of one answer, so the usages of several answers are summed.
         """
         usage, previous = _usage_of(part), self._used
         if usage is None or previous is None:
@@ -331,7 +332,7 @@ class _Details(msgspec.Struct):
 
 
 class _UsageFields(msgspec.Struct):
-    """The usage in a response of OpenAI's or Anthropic's protocol."""
+    """The usage object of OpenAI's or Anthropic's protocol, in a response or an event."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -344,9 +345,9 @@ class _UsageFields(msgspec.Struct):
     total_tokens: int | None = None  # the only field, if there is no output
 
     def total(self) -> ReportedUsage:
-        """Return the token counts of a usage object in either protocol.
+        """Return the token counts of the usage object, in the same form for both protocols.
 
-        Anthropic's prompt tokens do not include cached tokens, so these are added.
+        Anthropic's prompt tokens do not include cached tokens, so the cached tokens are added.
         """
         details = self.prompt_tokens_details or self.input_tokens_details
         written = self.cache_creation_input_tokens or 0
@@ -359,7 +360,7 @@ class _UsageFields(msgspec.Struct):
 
 
 class _UsageHolder(msgspec.Struct):
-    """The object inside an event of a stream that may have a field `usage`."""
+    """An object inside a stream's event, such as `response` or `message`, that may have `usage`."""
 
     usage: _UsageFields | None = None
 
@@ -382,7 +383,7 @@ class _Part(msgspec.Struct):
 
     @property
     def has_usage_of_first_answer(self) -> bool:
-        """Whether a body of llama-server has several answers, but reports the first one's usage."""
+        """Whether a body of llama-server has several answers, but only the first answer's usage."""
         return bool(bytes(self.timings)) and bytes(self.choices).count(b'"finish_reason":') > 1
 
 
