@@ -294,7 +294,7 @@ class StorageQuota:
         reservation.num_left -= num_bytes
 
     def release(self, reservation: QuotaReservation) -> None:
-        """Release a batch's reservation: its results are now in files, which count themselves."""
+        """Release a batch's reservation: its results are now in files, which count instead."""
         self._reserved_bytes[reservation.tenant] -= reservation.num_bytes
 
 
