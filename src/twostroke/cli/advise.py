@@ -182,9 +182,11 @@ def _search(
     values: dict[str, Any],
     search_end: _SearchEnd,
 ) -> tuple[Advice, Advice | None, FleetAdvice | None]:
-    """Return the advice, the advice of int8 keys and values that is withheld, and the fleet.
+    """Search for the options that meet the objectives.
 
-    A search that has ended early withholds nothing, and tries no fleets.
+    Returns the advice; advice about int8 keys and values, which the user has not allowed and which
+    is only mentioned; and advice about a fleet of several replicas. The last two are None if they
+    do not apply, or if the search has ended early.
     """
     from twostroke.lab.simulator import advice as lab
     from twostroke.lab.simulator.advice import INT8, OptionChoices, advise
@@ -238,7 +240,7 @@ def _search(
 
 
 def server_setup(model: str, values: dict[str, Any]) -> SimulationSetup:
-    """Return the simulation of a server with its default options on a device.
+    """Return the setup to simulate a server with default options on a device.
 
     `values` has the values of --on, --threads and --kv-memory, and may have --page-cache-speed.
     """
@@ -265,7 +267,7 @@ def server_setup(model: str, values: dict[str, Any]) -> SimulationSetup:
 def _machine_speed(setup: SimulationSetup, recorded: Workload, load: Workload) -> MachineSpeed:
     """Return the speed that this machine had while it recorded a trace.
 
-    The speed that another device will have is assumed.
+    If the simulated device is not this machine, a default speed is assumed.
     """
     from twostroke.lab.simulator.machine_speed import MachineSpeed, recorded_speed
 
@@ -378,7 +380,7 @@ def _options(changes: dict[str, Any]) -> str:
 
 
 def _machine_text(machine: MachineSpeed) -> str:
-    """Say how fast the machine is, beside its measured steps."""
+    """Return a sentence that compares the machine's recorded speed with its measured steps."""
     first, last = machine.slowness[0], machine.slowness[-1]
     if not machine.num_recorded:
         return (

@@ -32,8 +32,12 @@ class AnswerStream:
     ) -> None:
         """Print an answer to `console`.
 
-        `preface` delimits the model's reasoning before the answer; None without reasoning.
-        `tokenizer` decodes the answer's tokens. `content_marks` are the marks around its text.
+        Args:
+            console: the terminal.
+            preface: delimits the model's reasoning before the answer; None without reasoning.
+            tokenizer: decodes the answer's tokens.
+            content_marks: the special texts that some models write around the answer's text, and
+                that are not printed.
         """
         self._console = console
         has_channels = preface is not None and preface.has_channels

@@ -67,7 +67,7 @@ _PIPE_CLOSED_CODE: Final = 128 + signal.SIGPIPE  # the exit code that shells use
 
 
 class Interruption(click.ClickException):
-    """The error of a command that Ctrl-C ended; its message may say how to continue."""
+    """The error for a command that Ctrl-C has ended; its message may say how to continue."""
 
     exit_code = 128 + signal.SIGINT
 
@@ -96,7 +96,7 @@ class Commands(CommandGroup):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command that the arguments name; `plan buy` and others have two words."""
+        """Find the command that the arguments name; some names, as `plan buy`, have two words."""
         if (both := " ".join(args[:2])) in COMMANDS:
             args = [both, *args[2:]]
         return super().resolve_command(ctx, args)
@@ -236,7 +236,10 @@ def _fail(message: str, code: int) -> int:
 
 
 def _usage_error_text(error: click.ClickException, arguments: Sequence[str]) -> str:
-    """Return the message about a wrong command line, with the nearest option and where help is."""
+    """Return the message about a wrong command line.
+
+    It names the nearest known option, and the command that prints help.
+    """
     context = error.ctx if isinstance(error, click.UsageError) else None
     if context is None:
         return error.format_message()

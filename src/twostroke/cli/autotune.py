@@ -1,4 +1,4 @@
-"""`twostroke serve --autotune`: options from a recorded trace that cannot change answers."""
+"""`twostroke serve --autotune`: tunes options that cannot change answers, by a recorded trace."""
 
 from __future__ import annotations
 
@@ -58,10 +58,11 @@ class Autotune:
         self._objectives = objectives
 
     def start_options(self, options: EngineOptions) -> tuple[EngineOptions, ServerSettings]:
-        """Return the options to start an engine with, and the limits to begin with.
+        """Return the options to start an engine with, and the limits of its first steps.
 
-        An engine that is tuned while it serves gets room for the usual options, too. An engine
-        whose steps cannot be simulated is not tuned while it serves.
+        An engine that is tuned while it serves gets memory for the larger of the tuned and the
+        usual limits, so that the tuner can return to the usual limits. An engine whose steps cannot
+        be simulated is not tuned while it serves.
         """
         if self.is_live and (
             options.compute.backend not in {"auto", "cpu"} or options.parallel.num_ranks > 1
@@ -88,7 +89,8 @@ class Autotune:
     ) -> LiveTuner:
         """Return the tuner of a started engine.
 
-        `usual_options` are the options without tuning, and `settings` the limits to begin with.
+        `usual_options` are the options without tuning, and `settings` the limits from
+        `start_options`.
         """
         config = engine.facts.config
         limits = ServerSettings(config.token_budget, config.max_running)
@@ -129,12 +131,12 @@ def autotune_of(values: dict[str, Any], *, is_alone: bool) -> Autotune:
 
 
 def fixed_options() -> tuple[str, ...]:
-    """Return the tuned options that the user has given, which stay as they are."""
+    """Return the options that the user has set, and that the tuner must not change."""
     return tuple(name for name in TUNED_FLAGS if is_given_by_user(name))
 
 
 def _within(settings: ServerSettings, limits: ServerSettings) -> ServerSettings:
-    """Return settings that are not above the limits of an engine."""
+    """Return settings, lowered to the limits of an engine where they are higher."""
     return ServerSettings(
         token_budget=min(settings.token_budget, limits.token_budget),
         max_running=min(settings.max_running, limits.max_running),
@@ -203,7 +205,7 @@ def autotuned(
 
 
 def _newest_requests(setup: SimulationSetup, load: Workload, objectives: Objectives) -> Workload:
-    """Return the newest requests of a load, up to a number that half a second can simulate."""
+    """Return the newest requests of a load: as long a part as can be simulated in half a second."""
     from twostroke.lab.simulator.advice import estimate_load
 
     newest = load.last(_MIN_REQUESTS)
@@ -226,7 +228,7 @@ class _TimedSearch:
         self._is_ended = False
 
     def watch(self, _changes: dict[str, Any], _estimate: Estimate) -> None:
-        """Count a tried setting."""
+        """Count a setting that was tried, and log the progress every few seconds."""
         self._num_tried += 1
         now_s = time.monotonic()
         if now_s - self._logged_s >= _PROGRESS_INTERVAL_S:
@@ -235,7 +237,7 @@ class _TimedSearch:
             _logger.info("Autotune: %s tried in %.0f s.", tried, now_s - self._start_s)
 
     def has_time(self) -> bool:
-        """Whether the search may continue; logs once that the time limit has ended it."""
+        """Whether the search may continue; logs it once when the time limit ends the search."""
         is_late = time.monotonic() - self._start_s >= _MAX_SEARCH_S
         if is_late and not self._is_ended:
             self._is_ended = True
@@ -246,7 +248,11 @@ class _TimedSearch:
 
 
 def _objectives(objectives: Sequence[Objective]) -> Objectives:
-    """Return the TTFT and TPOT objectives of requests of the default class."""
+    """Return the TTFT and TPOT objectives of requests of the default service tier.
+
+    Raises:
+        UsageError: there is no such objective.
+    """
     from twostroke.core.request import DEFAULT_SERVICE_TIER
     from twostroke.lab.measure.requests import Objectives
     from twostroke.server.observability.objectives import limits_of

@@ -38,7 +38,7 @@ _SEARCH: Final = ("max_replicas", "spot_usd_per_hour")
 
 
 def _router_params() -> list[CommandOption]:
-    """Return the options of the router that decide how long requests wait for a replica."""
+    """Return the command-line options for how long the router's requests wait for a replica."""
     declared = click_params(RouteOptions, only=("wait_s", "resume_wait_s"))
     for param in declared:
         param.section = _SECTION
@@ -170,14 +170,17 @@ class FailureValues:
             check_effect(name, "availability", has_effect=self.target is not None)
 
     def check_alone(self, **others: bool) -> None:
-        """Raise UsageError if failures are combined with an option that `others` says is given."""
+        """Raise UsageError if failures are combined with other options.
+
+        `others` says for each such option, by name, whether the user gave it.
+        """
         if self.has_rates:
             name = next(name for name in _RATES if self._values[name] is not None)
             for other in [other for other, is_given in others.items() if is_given]:
                 raise UsageError("cannot be combined with {other}.", field=name, other=Field(other))
 
     def rates(self, setup: SimulationSetup) -> FailureRates:
-        """Return the rates of failures, and the times of restarts of the setup's model."""
+        """Return the rates of failures, with the times to restart the setup's model."""
         from twostroke.engine.process.supervisor import expected_load_s
         from twostroke.lab.simulator.failures import FailureRates
 
@@ -287,7 +290,7 @@ def _lines(availability: Availability, rates: FailureRates) -> Iterator[str]:
 
 
 def _warnings(availability: Availability) -> Iterator[str]:
-    """Yield a warning if the load is too short to show bad requests without failures."""
+    """Yield a warning if the load has too few requests to judge answers without failures."""
     if availability.undisturbed_share == 1:
         possible = 3 / availability.num_undisturbed
         if possible > 1 - availability.share:
@@ -301,7 +304,7 @@ def _warnings(availability: Availability) -> Iterator[str]:
 
 
 def show_cost(cost: AvailabilityCost, rates: FailureRates) -> None:
-    """Print the table of replicas, their price and their availability, and the cheapest."""
+    """Print a table with the price and availability of numbers of replicas; name the cheapest."""
     rows: list[tuple[str, ...]] = [
         ("REPLICAS", "SPOT", "$/HOUR", "AVAILABILITY", "NINES", "95%", "DOWN MIN/MONTH")
     ]
@@ -342,7 +345,7 @@ def show_cost(cost: AvailabilityCost, rates: FailureRates) -> None:
 def nines_text(availability: Availability) -> str:
     """Return an availability as a number of nines, for people.
 
-    If all simulated requests are answered well, the beginning of the interval is all that is known.
+    If all simulated requests are answered well, only the lower end of the interval is known.
     """
     if availability.share == 1 and availability.low < 1:
         return f"at least {_nines(availability.low)} nines"
@@ -363,7 +366,7 @@ def _nines_interval(availability: Availability) -> str:
 
 
 def _percent(share: float) -> str:
-    """Return a share as a percentage with two digits of the part that is missing to 100%."""
+    """Return a share as a percentage, precise to two digits of its distance from 0% or 100%."""
     if 0 < share < _MIN_SHARE:
         return f"less than {100 * _MIN_SHARE:.7f}%"
     rest = min(share, 1 - share)

@@ -170,7 +170,7 @@ def _check(path: Path, limits: RequestLimits) -> int:
 
 @contextmanager
 def _remote_sender(url: str, max_at_once: int) -> Iterator[tuple[Send, int]]:
-    """Connect to a server, to send it batch requests.
+    """Connect to a server, to send it batch requests, until the `with` block ends.
 
     Yields (function that sends a batch request, number of requests to send at the same time).
     """
@@ -182,7 +182,7 @@ def _remote_sender(url: str, max_at_once: int) -> Iterator[tuple[Send, int]]:
 
 @contextmanager
 def _local_sender(model: str, values: dict[str, Any], *, quiet: bool) -> Iterator[tuple[Send, int]]:
-    """Start an engine in this process, to run batch requests.
+    """Start an engine in this process, to run batch requests, until the `with` block ends.
 
     Yields (function that runs a batch request, number of requests to run at the same time).
     """

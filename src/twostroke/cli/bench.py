@@ -285,7 +285,7 @@ class OutputForm(Frozen):
 
 
 class RunFiles(Frozen):
-    """The files that a run or a sweep is written to; None for none."""
+    """The files to which a run or a sweep is written; None for a file that is not written."""
 
     record: Path | None
     csv: Path | None
@@ -332,7 +332,7 @@ def _check_search(objectives: Objectives, *, is_search: bool) -> None:
 
 
 def _trust(url: str, values: dict[str, Any]) -> TlsTrust:
-    """Return which certificates are accepted, and remove the options from `values`."""
+    """Return which TLS certificates are accepted, and remove the options from `values`."""
     from twostroke.lab.bench.endpoint import TlsTrust
 
     trust = TlsTrust(values.pop("ca_file"), values.pop("insecure"))

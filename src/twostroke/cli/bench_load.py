@@ -39,7 +39,7 @@ _COMBINED: Final = "cannot be combined with {other}: leave one of them out."
 
 
 class LoadBuilder:
-    """Builds the loads that the user describes; a trace or a dataset is read once."""
+    """Builds the loads that the user's options describe; a trace or a dataset is read once."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         """Check a command's `values`, and remove its options of loads (`LOAD_NAMES`).
@@ -80,7 +80,7 @@ class LoadBuilder:
         return [self._load(clients=count) for count in clients or (None,)]
 
     def load_at(self, rate: float | None) -> BenchLoad:
-        """Return the load with a rate; for None, a few requests of one client."""
+        """Return the load with this request rate; for None, a few requests of one client."""
         if rate is not None:
             load = self._load(rate=rate)
             # Random arrivals are made to have exactly the rate, so that rates can be compared.
@@ -143,7 +143,7 @@ class LoadBuilder:
         return workload.changed(scale=scale).named(_clients(clients or 1))
 
     def _conversation_shape(self) -> ConversationShape | None:
-        """Return the shape of the conversations that the user describes; None for none."""
+        """Return the shape of the conversations that the user describes; None without any."""
         from twostroke.lab.bench.conversations import ConversationShape
 
         values = self._values

@@ -55,13 +55,13 @@ class ProgressLine:
         click.echo(f"\r{text}\x1b[K", nl=False, err=True)
 
     def clear(self) -> None:
-        """Remove the line."""
+        """Remove the progress line from the terminal."""
         if self._is_shown:
             click.echo("\r\x1b[K", nl=False, err=True)
 
 
 def describe_load(load: BenchLoad) -> str:
-    """Return a load in two words, such as "2 clients"."""
+    """Return a short name for a load, such as "2 clients"."""
     if load.limits.num_clients is not None:
         return counted_noun(load.limits.num_clients, "client")
     return f"{load.workload.rate:.3g} requests/s"
@@ -83,12 +83,12 @@ def result_fields(result: BenchResult) -> dict[str, Any]:
 
 
 def definition_fields(result: BenchResult) -> dict[str, dict[str, float | None]]:
-    """Return the figures of a run by the definition of each tool, for --json."""
+    """Return a run's latency figures by the definitions of several benchmark tools, for --json."""
     return {figure.name: figure.values for figure in _defined_figures(result)}
 
 
 def show_definitions(result: BenchResult) -> None:
-    """Print the figures of a run by the definitions of several tools, side by side."""
+    """Print a run's latency figures by the definitions of several benchmark tools, side by side."""
     from twostroke.lab.bench.definitions import TOOLS
     from twostroke.lab.measure.report_text import format_ms, format_number
 

@@ -87,7 +87,7 @@ def take_machine(url: str, values: dict[str, Any]) -> BenchMachine:
 
 
 def measured_run(result: BenchResult) -> MeasuredRun:
-    """Return a finished run as HTML reports take it."""
+    """Convert a finished run to the form from which HTML reports are made."""
     from twostroke.lab.bench.html_report import MeasuredRun
 
     return MeasuredRun(result.record, result.report)

@@ -193,7 +193,7 @@ class ChatSession:
     def _turn(self, text: str) -> bool:
         """Answer one message of the user, and add both to the conversation.
 
-        Returns False if there was no answer; then the message is dropped.
+        Returns False if there was no answer; the message is then not added.
         """
         question = {"role": "user", "content": text}
         try:

@@ -211,7 +211,7 @@ def _table(reports: Sequence[ComparisonReport]) -> list[tuple[str, ...]]:
 def _drift_table(reports: Sequence[ComparisonReport], *, every: bool) -> list[tuple[str, ...]]:
     """Return the rows of a table that shows how far hidden states drift after the model's layers.
 
-    It shows a few layers, or `every` layer.
+    The table has a few layers, or all layers if `every` is true.
     """
     drifting = [report for report in reports if report.drift]
     if not drifting:

@@ -129,8 +129,8 @@ def _compare_ranks(model: str | None, *, as_json: bool) -> None:
 def _machine() -> dict[str, Any]:
     """Return facts about the machine and its system, as --json prints them.
 
-    `memory_nodes` are the NUMA nodes whose cores this process may use. Limits are of control
-    groups, and None if the machine itself has less.
+    `memory_nodes` are the NUMA nodes whose cores this process may use. The two limits are set by
+    control groups (cgroups); None if the machine itself has less.
     """
     return {
         "processor": processor_name(),
@@ -189,8 +189,8 @@ def _runs(report: str) -> bool:
 def _automatic_choices(threads: int | None) -> dict[str, Any]:
     """Return the options that Twostroke chooses automatically on this machine.
 
-    They are named as --json prints them. `places` has the number of threads for each NUMA node;
-    empty if the system places the threads.
+    The keys are the names that --json prints. `places` has the number of threads for each NUMA
+    node; empty if the operating system places the threads.
     """
     from twostroke.backends.cpu.library import choose_level, usual_kv_format
     from twostroke.core import env
@@ -254,7 +254,7 @@ def measure(level: str, num_threads: int) -> dict[str, Any]:
 def measure_gpu() -> dict[str, Any] | None:
     """Return facts and measured limits of the GPU; None if there is no GPU driver.
 
-    A GPU that cannot be used has the reason as "refused". If the GPU has too little free memory for
+    If the GPU cannot be used, "refused" has the reason. If the GPU has too little free memory for
     the measurement, the limits are None, and "not_measured" has the reason.
     """
     from twostroke.backends.gpu import device

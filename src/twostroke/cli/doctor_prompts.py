@@ -1,4 +1,4 @@
-"""`twostroke doctor prompts`: where similar prompts part, and what that costs."""
+"""`twostroke doctor prompts`: where similar prompts begin to differ, and the costs of that."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ _MIN_REPEATED_SHARE: Final = 0.5  # of the tokens after a point, to advise to mo
 
 
 class _Row(Frozen):
-    """A point at which prompts part; the numbers are sums over these prompts."""
+    """A position at which prompts begin to differ from earlier prompts.
+
+    The numbers are sums over these prompts, as in the server's `PartingRow`.
+    """
 
     position: int
     num_prompts: int
@@ -33,7 +36,7 @@ class _Row(Frozen):
 
 
 class _TenantRows(Frozen):
-    """The prompts of a tenant, and where they part."""
+    """The numbers of a tenant's prompts and tokens, and the positions where prompts differ."""
 
     tenant: str
     num_prompts: int
@@ -117,7 +120,10 @@ def _of_trace(source: str) -> tuple[list[_TenantRows], tuple[str, ...]]:
 
 
 def _of_server(url: str, *, shows_text: bool) -> tuple[_TenantRows, float | None]:
-    """Return the prompts of the user's tenant, and the server's seconds per prompt token."""
+    """Ask a server for the statistics of the user's own tenant.
+
+    Returns them with the server's prefill seconds per prompt token; None if these are unknown.
+    """
     import msgspec
 
     from twostroke.lab.planner.served import fetch_json
@@ -174,7 +180,7 @@ def _show(tenant: _TenantRows, top: int, seconds: float | None, price: float | N
 
 
 def _advice(tenant: _TenantRows, top: int) -> Iterator[str]:
-    """Yield the text around each shown point, and what to move."""
+    """Yield the text around each shown position, and advice about which part to move."""
     for row in tenant.partings[:top]:
         if row.before is not None and row.after is not None:
             before, after = (_one_line(text) for text in (row.before, row.after))

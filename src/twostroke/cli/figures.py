@@ -1,4 +1,4 @@
-"""The speed of an answer, and its shares of the machine's limits."""
+"""The speed of an answer, and the shares of the machine's limits that it reached."""
 
 from __future__ import annotations
 

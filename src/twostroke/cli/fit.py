@@ -139,7 +139,11 @@ def _question(values: dict[str, Any], *, is_here: bool) -> FitQuestion:
 
 
 def _calibration_of(machine: Device, num_threads: int | None, *, is_here: bool) -> CalibrationOf:
-    """Return how times of models are corrected: by measured steps, on this machine only."""
+    """Return a function that returns the measured steps that correct a model's planned times.
+
+    The function returns None, for no correction, if the device is not this machine or if the user
+    has given --mfu or --mbu.
+    """
     from twostroke.lab import planner
 
     has_shares = is_given_by_user("mfu") or is_given_by_user("mbu")

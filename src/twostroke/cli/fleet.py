@@ -199,7 +199,7 @@ def _value_fault(name: str, param: click.Option, value: Any) -> str | None:
 
 @contextmanager
 def _joined_cluster(*, starts: bool = False) -> Iterator[ModuleType]:
-    """Connect to the Ray cluster during the block, and yield the module that talks to it.
+    """Connect to the Ray cluster during the `with` block; yield the module with its functions.
 
     With `starts`, a cluster is started on this machine if there is none. Afterwards, a cluster that
     Twostroke started on this machine is stopped if it has no fleet left.

@@ -146,7 +146,7 @@ def _report(
 
 
 def _usage_fields(usage: Usage) -> dict[str, int]:
-    """Return the token counts of an answer that was computed here."""
+    """Return an answer's token counts as --json prints them."""
     fields = asdict(usage)
     del fields["reused_tokens"]
     return fields
@@ -190,8 +190,9 @@ def _encode(
 
     Also returns the marks around the text of the answer, if the model writes such marks.
 
-    The prompt is a user's message; or a text to continue with `raw` or without a chat template; or
-    a text before a gap with a `suffix`. Chat templates and gaps add to the sampling parameters.
+    The prompt is a user's message for the chat template. With `raw`, or without a chat template, it
+    is a text that the answer continues. With a `suffix`, the answer fills the gap between the
+    prompt and the suffix. Chat templates and gaps may add to the sampling parameters.
     """
     from twostroke.engine.prompts import (
         encode_infill_prompt,
@@ -234,7 +235,7 @@ def _run(
 ) -> Completion:
     """Generate the answer to the prompt's tokens; with `show`, print its text as it arrives.
 
-    The text is without `marks`, which some models write around it.
+    The `marks` that some models write around their text are removed.
     """
     from twostroke.engine.chat.content_marks import UnmarkedText
     from twostroke.engine.client import Caller

@@ -76,7 +76,7 @@ class CommandOption(click.Option):
 
 
 def option(*names: str, **attributes: Any) -> Callable[[Any], Any]:
-    """Return a decorator that adds a `CommandOption` to a command; arguments as its own."""
+    """Return a decorator that adds a `CommandOption` with these arguments to a command."""
     return click.option(*names, cls=CommandOption, **attributes)
 
 
@@ -90,7 +90,7 @@ class Command(click.Command):
     """A click command whose help groups its options by section."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments, and keep them as they were for `command_line`."""
+        """Parse the arguments; keep the original arguments for the function `command_line`."""
         ctx.meta[_ARGUMENTS] = (*ctx.command_path.split(), *args)
         return super().parse_args(ctx, args)
 
@@ -118,7 +118,7 @@ class Command(click.Command):
 
 
 def command_line() -> str:
-    """Return the command that runs now, as a shell takes it; passwords in URLs are masked."""
+    """Return the running command, quoted for a shell; passwords in URLs are masked."""
     words = click.get_current_context().meta[_ARGUMENTS]
     return shlex.join([without_passwords(word) for word in words])
 
@@ -136,7 +136,7 @@ class WordParam(click.Choice[str]):
 
 
 class NamedValueParam(WordParam):
-    """An option type: a word that the command gets as a Python value."""
+    """An option type: a word that stands for a Python value, which the command gets."""
 
     def __init__(self, values: Mapping[str, object]) -> None:
         """Accept the words that are keys of `values`."""
@@ -254,7 +254,7 @@ class ByteSizeParam(click.ParamType):  # type: ignore[type-arg]
     name = "size"
 
     def __init__(self, words: Mapping[str, Any] | None = None) -> None:
-        """Accept each of `words` for its number of bytes."""
+        """Accept numbers of bytes, and `words`, which maps each word to its number of bytes."""
         self._words = dict(words or {})
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:

@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
 
 class KeyStorage:
-    """API keys and their usage, in the records of a server or in the store of several routers.
+    """API keys and their usage, in a server's database or in the store of several routers.
 
-    The methods are functions of `server/auth/stored_keys.py`, `usage.py` and `costs.py`, or of
-    `fleet/shared_records/stored.py` and `stored_costs.py`.
+    The methods are the functions of `server/auth/stored_keys.py`, `usage.py` and `costs.py`, or of
+    `fleet/shared_records/stored.py` and `stored_costs.py`, without their argument for the database
+    or store.
     """
 
     def __init__(self, keys: Any, usage: Any, costs: Any, connection: Any) -> None:
@@ -72,7 +73,7 @@ def open_key_storage(
 
     Raises:
         UsageError: none or both of the options are given, or the store is not usable.
-        RecordsError: the records cannot be read.
+        RecordsError: the database cannot be read.
         StoreError: the store does not answer.
     """
     if (records is None) == (store is None):

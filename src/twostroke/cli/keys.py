@@ -157,10 +157,10 @@ def add_command(
 def _add_to_records(
     records: Path, name: str, tenant: str, facts: dict[str, Any]
 ) -> tuple[Key, str, int, bool]:
-    """Add a key to a server's records.
+    """Add an API key to a server's database.
 
-    Returns the key, its text, the number of open batches without a key, and whether the folder is
-    new.
+    Returns the key, its text, the number of open batches that no key has created, and whether the
+    folder `records` is new. The number is only counted if this is the first key.
     """
     is_new, mark = not _may_exist(records), stored_keys.keys_marker(records)
     with ExitStack() as undo:

@@ -73,9 +73,9 @@ def typed_messages() -> Iterator[str]:
 def _single_line_ends() -> Iterator[None]:
     """Let readline read each CRLF of a pasted text as one line break, within the `with` block.
 
-    Readline makes a line break of each CR and of each LF, so that lines that end with both would be
-    followed by empty lines. Python's module has no function for this, but readline reads each key
-    by a function to which its variable `rl_getc_function` points.
+    Readline takes each CR and each LF as a line break, so a line that ends with both would be
+    followed by an empty line. Python's module cannot change this. So the variable
+    `rl_getc_function`, which points to the function by which readline reads each key, is replaced.
     """
     try:
         is_gnu = readline is not None and "libedit" not in (readline.__doc__ or "")
@@ -110,7 +110,7 @@ def _single_line_ends() -> Iterator[None]:
 
 
 def _recall(message: str) -> None:
-    """Let the arrow keys recall a message, unless readline cannot show it in this locale."""
+    """Add a message to the history of the arrow keys, if readline can show it in this locale."""
     if readline is not None:
         with suppress(ValueError):  # characters that the locale lacks, or a null character
             readline.add_history(message)

@@ -51,8 +51,9 @@ class LiveTuner:
     """Looks for better limits of a running engine every ten minutes, and applies them.
 
     A search runs in a process of the lowest priority. The pause after a search is at least 50 times
-    as long as the search, unless the user has set the interval. Limits under which fewer requests
-    meet the objectives than are estimated without them are taken back, and not tried again.
+    as long as the search, unless the user has set the interval. After a change, the share of
+    requests that meet the objectives is compared with an estimate for the usual limits. If it is
+    lower, the usual limits return, and the changed limits are not tried again.
     """
 
     def __init__(
@@ -61,7 +62,11 @@ class LiveTuner:
         question: TuningQuestion,
         interval_s: float | None = None,
     ) -> None:
-        """Tune `engine`, as `question` describes it; the user may have set `interval_s`."""
+        """Prepare to tune `engine`.
+
+        `question` describes the server and its trace; `interval_s` is the interval of searches that
+        the user has set, or None.
+        """
         self._engine = engine
         self._question = replace(question, search_s=_SEARCH_SHARE * _MAX_SEARCH_S)
         self._interval_s = INTERVAL_S if interval_s is None else interval_s
@@ -75,7 +80,7 @@ class LiveTuner:
         self._last_error = ""
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Apply the limits of the start, and begin to search; `loop` serves the engine."""
+        """Apply the first limits, and start to search; `loop` is the engine's event loop."""
         self._loop = loop
         if self._question.present != self._question.limits:
             self._apply(self._question.present)
@@ -88,7 +93,7 @@ class LiveTuner:
         self._thread.start()
 
     def close(self) -> None:
-        """End a running search."""
+        """End a running search, and stop tuning."""
         self._stopped.set()
         process = self._process
         if process is not None:
@@ -111,7 +116,7 @@ class LiveTuner:
             pause_s = max(self._interval_s, self._rest_ratio * search_s)
 
     def _search(self) -> TuningAnswer | None:
-        """Run a search in a process of its own; return None if it fails, or is stopped."""
+        """Run a search in another process; return None if the search fails or is stopped."""
         command = [sys.executable, "-P", "-m", "twostroke.cli.tuning_search"]
         text = msgspec.json.encode(self._question)
         try:
@@ -142,7 +147,11 @@ class LiveTuner:
         return answer
 
     def take(self, answer: TuningAnswer) -> None:
-        """Judge the present limits, and then apply the advice of a search, or keep the limits."""
+        """Apply the result of a search.
+
+        If the current limits turn out worse than the usual limits, the usual limits are applied.
+        Otherwise the advised limits are applied if they are better.
+        """
         if answer.error and answer.error != self._last_error:
             _logger.info("Autotune: %s", answer.error)
         self._last_error = answer.error
@@ -210,7 +219,7 @@ def estimate_text(estimate: Estimate) -> str:
 
 
 def _last_answer(output: bytes) -> TuningAnswer | None:
-    """Return the last whole answer of a search, which may have been killed."""
+    """Return the last complete answer in the output of a search, which may have been killed."""
     for line in reversed(output.splitlines()):
         try:
             return msgspec.json.decode(line, type=TuningAnswer)

@@ -75,7 +75,8 @@ class RequestedModel(NamedTuple):
 def requested_models(model: str | None, lists: Sequence[str]) -> list[RequestedModel]:
     """Return the models that `twostroke serve` is asked to serve.
 
-    MODEL names one, and each `--models NAME=MODEL,MODEL` several.
+    The argument MODEL names one model; each value of `--models`, such as `NAME=MODEL,MODEL`, may
+    name several.
 
     Raises:
         UsageError: no model is named, or one of the names is empty.
@@ -116,8 +117,8 @@ def check_several(values: dict[str, Any], options: EngineOptions) -> None:
 def _memory(options: EngineOptions) -> int:
     """Return the bytes of memory that the engines of several models may share.
 
-    For the cpu backend they are the free bytes. For a GPU they are all bytes, since asking a GPU
-    for free memory uses some.
+    For the cpu backend, this is the free memory. For a GPU, it is the whole memory, since asking a
+    GPU for its free memory takes some memory.
     """
     from twostroke.backends.create import gpu_device
 

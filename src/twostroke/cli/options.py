@@ -110,7 +110,7 @@ def click_params(
 def take_struct(struct: type[T], values: dict[str, Any], **fields: Any) -> T:
     """Build a struct of options from a command's `values`, and remove its fields from them.
 
-    `fields` replace these values. A field that has no value keeps its default.
+    `fields` replace values from the command line. A field without any value keeps its default.
     """
     taken_values = {name: values.pop(name) for name in struct.__struct_fields__ if name in values}
     return struct(**{**taken_values, **fields})
@@ -284,8 +284,8 @@ def check_effect(name: str, other: str, *, has_effect: bool, value: str = "") ->
 def check_batching(policy: str, *, is_server: bool = False) -> None:
     """Raise UsageError for options that have no effect with the batching policy.
 
-    `--max-wait` also applies to static batches of a server; other commands know when no more
-    requests come.
+    For a server (`is_server`), `--max-wait` also applies to static batches. Other commands know
+    when their last request has come, so their static batches need no limit.
     """
     has_wait = policy == "dynamic" or (is_server and policy == "static")
     check_effect("batch_size", "policy", has_effect=policy != "continuous", value="dynamic")

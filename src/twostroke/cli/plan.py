@@ -271,8 +271,8 @@ def _calibrate(
 ) -> int | None:
     """Measure steps of a model to correct its plans; return their number of threads.
 
-    With a `server`, the steps of this running server are measured. None stands for the engine's
-    default number of threads.
+    With a `server`, the steps of this running server are measured. A number of threads that is None
+    stands for the engine's default.
     """
     from twostroke.lab import planner
 

@@ -34,7 +34,8 @@ def correction_of(
 ) -> Calibration | ReferenceCalibration | None:
     """Return the measured steps that correct the planned times of a model on this machine.
 
-    They are the model's own steps, or else steps of another model.
+    The steps are the model's own measured steps, or else steps of another model; None if no steps
+    were measured.
     """
     from twostroke.lab import planner
 
@@ -104,7 +105,7 @@ price_option = option(
 def objective_options(section: str = "Options") -> Callable[[Any], Any]:
     """Return a decorator that adds the options --ttft and --tpot to a command.
 
-    They are latency objectives; the command gets them in seconds.
+    The options set latency objectives in milliseconds; the command gets them in seconds.
     """
     ttft = "Objective for the time to the first token, in ms."
     tpot = "Objective for the time of each further token, in ms."
@@ -119,7 +120,8 @@ def objective_options(section: str = "Options") -> Callable[[Any], Any]:
 def efficiency_options(mfu: float, mbu: float) -> Callable[[Any], Any]:
     """Return a decorator that adds --mfu and --mbu to a command, with these defaults.
 
-    They are the shares of peak arithmetic and bandwidth that an engine is assumed to reach.
+    The values are the shares of peak arithmetic and of bandwidth that an engine is assumed to
+    reach.
     """
     bandwidth = "Share of the device's memory bandwidth that the engine reaches, from 0 to 1."
     arithmetic = "Share of the device's arithmetic peak that the engine reaches, from 0 to 1."

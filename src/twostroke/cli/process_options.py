@@ -69,9 +69,9 @@ class ProcessOptions(OptionStruct):
 
 @contextmanager
 def open_records(path: Path | None) -> Iterator[Records | None]:
-    """Open the records of requests and keys in a folder, and close them after the block.
+    """Open the database of files, keys and usage in a folder during the `with` block.
 
-    Yield None without a folder.
+    Yields None if `path` is None.
     """
     if path is None:
         yield None

@@ -113,7 +113,7 @@ def open_engine(
         options: the engine's options.
         quiet: whether to show no progress.
         accept: called before the weights are read; it raises an error to refuse the model.
-        say: takes lines about long work, and with several ranks about their predicted gain.
+        say: prints a line, for example about long work or about the predicted gain of ranks.
 
     Raises:
         TwostrokeError: the model cannot be fetched or loaded, or the engine cannot be built.
@@ -137,7 +137,7 @@ def open_remote(
     launched: LaunchedProcess,
     meanwhile: Callable[[], None],
 ) -> RemoteEngine:
-    """Start an engine in the process `launched`, and return it; its messages go to the log.
+    """Start an engine in the process `launched`, and return the engine; its messages are logged.
 
     `open_engine` describes the other arguments and the errors. `meanwhile` is called while the
     process starts.

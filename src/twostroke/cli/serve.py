@@ -164,7 +164,7 @@ def command(**values: Any) -> int:
 def _announce_and_tune(
     url: str, tuner: LiveTuner, *, announce: Callable[..., None], **facts: Any
 ) -> None:
-    """Tell the user the server's address, and begin to tune its engine; the event loop calls it."""
+    """Tell the user the server's address, and start `tuner`; called in the server's event loop."""
     import asyncio  # not above: help needs none of it
 
     announce(url, **facts)
@@ -172,7 +172,7 @@ def _announce_and_tune(
 
 
 def _with_fill_timeout(options: EngineOptions) -> EngineOptions:
-    """Return engine options in which a static batch also starts after a time when not full.
+    """Return engine options with which a static batch that is not full starts after a timeout.
 
     Otherwise, a server with few clients would never start a batch.
     """
@@ -261,7 +261,7 @@ def _api_keys(path: Path | None, process: ProcessOptions) -> ApiKeys | None:
 def _open_engine(
     model: str, options: EngineOptions, launched: LaunchedProcess | None, log_level: str
 ) -> Iterator[OpenedEngine]:
-    """Start the engine for `serve`, in the process `launched`, or in this process without one."""
+    """Start the engine for `serve` in the process `launched`; if it is None, in this process."""
     if launched is not None:
         with open_remote(model, options, log_level, launched, _import_server) as remote:
             yield remote, remote.limits, remote.draft

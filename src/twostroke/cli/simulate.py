@@ -256,7 +256,7 @@ def _simulate_failures(
     *,
     as_json: bool,
 ) -> None:
-    """Show the availability of replicas that fail, or search for replicas that reach one."""
+    """Show the availability of replicas that fail; with --availability, search for replicas."""
     from twostroke.lab.simulator import simulate
 
     if failures.target is not None:
@@ -294,7 +294,7 @@ def _check_what_if(objectives: Objectives, *, is_sweep: bool, is_recorded: bool)
 def _check_effects(values: dict[str, Any], *, has_failures: bool) -> None:
     """Raise UsageError for options of `simulate` that have no effect.
 
-    Failures are at random times, so `has_failures` gives the seed an effect.
+    With `has_failures`, the seed has an effect, since it sets the random times of failures.
     """
     for name in ("link", "disaggregate"):
         check_effect(name, "prefill_replicas", has_effect=values["prefill_replicas"] > 0)

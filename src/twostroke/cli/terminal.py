@@ -50,9 +50,10 @@ class TerminalProgressBar:
     """A progress bar on standard error; without a terminal, no bar is shown."""
 
     def __init__(self, *, delay_s: float = 0.0, quiet: bool = False, counts: bool = False) -> None:
-        """Show the bar after `delay_s` seconds; with `quiet`, show neither the bar nor lines.
+        """Prepare a bar that appears after `delay_s` seconds.
 
-        With `counts`, progress is shown as a number of items instead of bytes.
+        With `quiet`, neither the bar nor the lines of `say` are shown. With `counts`, progress is
+        shown as a number of items instead of bytes.
         """
         self._counts = counts
         self._visible_from_s = time.monotonic() + delay_s
@@ -135,8 +136,8 @@ def run_in_event_loop(running: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine in a new event loop, and return its result.
 
     SIGTERM and SIGHUP cancel the coroutine, and then end the command with the exit code 128 + the
-    signal's number. An exception of a signal handler would leave the event loop at any place, so
-    that transports, which need the loop, could not be closed.
+    signal's number. If a signal handler raised an exception instead, it could leave the event loop
+    at any point, and transports, which need the loop, could not be closed.
     """
     import asyncio  # commands without an event loop start sooner without it
 

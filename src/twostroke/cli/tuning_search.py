@@ -1,7 +1,7 @@
 """The program that looks for better options of a running server, in a process of low priority.
 
 Its standard input is a `TuningQuestion` in JSON. Each line of its standard output is a
-`TuningAnswer`; the last one counts, also if the program is killed for its time.
+`TuningAnswer`; the last complete line counts, even if the program was killed after a time limit.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ MIN_MEASURED = 100  # completed requests, before the present settings are judged
 
 
 class TuningQuestion(Frozen):
-    """A running server, and the trace that it records.
+    """The input of a search: a running server, and the trace that it records.
 
     Attributes:
         model: the model's name or path.
         options: the options of the engine at its start.
         trace: the path of the trace.
         objectives: the latency objectives.
-        present: the settings of the server now.
-        usual: the settings that the server has without changes of the tuner.
-        changed_s: when the server got its present settings, in seconds of Unix time; 0 if these
-            are the settings of its start.
-        limits: the largest values that the engine has room for.
-        fixed: options that stay as they are.
+        present: the current settings of the server.
+        usual: the settings that the server would have without the tuner.
+        changed_s: the Unix time in seconds at which the server got its current settings; 0 if it
+            has had them since its start.
+        limits: the largest values for which the engine has memory.
+        fixed: the names of options that must not change.
         search_s: the seconds after which the search ends with the best setting so far.
     """
 
@@ -66,15 +66,16 @@ class TuningQuestion(Frozen):
 
 
 class TuningAnswer(Frozen):
-    """The advice for a running server, and how its present settings did.
+    """The result of a search: advice for a running server, and a judgement of its settings.
 
     Attributes:
-        num_requests: the requests of the trace that the advice is for.
-        num_measured: completed requests that arrived under the present settings.
-        measured_share: the share of these that met the objectives.
-        measured_gain: this share, less the share that is estimated for the same requests with the
-            usual settings; None if these are the present settings, or for too few requests.
-        default, advised: the estimates with the present and with the advised settings.
+        num_requests: the number of the trace's requests on which the advice is based.
+        num_measured: the number of completed requests that arrived under the current settings.
+        measured_share: the share of the measured requests that met the objectives.
+        measured_gain: `measured_share` minus the share that is estimated for the same requests with
+            the usual settings; None if the current settings are the usual settings, or if there are
+            too few requests.
+        default, advised: the estimates with the current and with the advised settings.
         changes: the advised changes; empty if no setting is better beyond the noise.
         gain: the gain of the changes.
         num_tried: the number of settings that were simulated.
@@ -100,9 +101,9 @@ class TuningAnswer(Frozen):
 def answer(
     question: TuningQuestion, emit: Callable[[TuningAnswer], None] = lambda _: None
 ) -> TuningAnswer:
-    """Return the advice for a server by the newest requests of its trace.
+    """Return the advice for a server, based on the newest requests of its trace.
 
-    `emit` gets the answer before the search, which only judges the present settings.
+    Before the search, `emit` is called with an answer that only judges the current settings.
 
     Raises:
         TwostrokeError: the trace cannot be read, has too few requests, or has times that no
@@ -167,10 +168,10 @@ def _read_newest_requests(path: Path) -> RecordedTrace:
 
 
 class _ServedRequests:
-    """Requests of a trace that arrived after the server got its present settings.
+    """Requests of a trace that arrived after the server got its current settings.
 
-    Only completed requests are compared: the others have no times. The others are simulated as
-    well, because they took time of the steps.
+    Only completed requests are compared with a simulation, since other requests have no times. The
+    simulation has all requests, because each of them took time in the engine's steps.
 
     Attributes:
         num_completed: the number of completed requests.
@@ -201,7 +202,10 @@ class _ServedRequests:
         return float(np.mean(self._are_good)) if self.num_completed else 0.0
 
     def gain_over(self, setup: SimulationSetup, machine: MachineSpeed) -> Interval:
-        """Return this share, less the share of the same requests in simulations of a setup."""
+        """Return the measured share minus the share of good requests in simulations of `setup`.
+
+        The result is an interval, with its expected value.
+        """
         from twostroke.lab.simulator.advice import good_requests
         from twostroke.lab.simulator.gain import measured_gain
         from twostroke.lab.simulator.load import sorted_workload
@@ -217,7 +221,7 @@ class _ServedRequests:
 def simulation_setup(
     model: str, options: EngineOptions, *, remeasure: bool = True
 ) -> SimulationSetup:
-    """Return the simulation of a server of this machine with these options of its engine.
+    """Return the setup to simulate a server on this machine with these engine options.
 
     With `remeasure` the machine's limits are measured again, which slows other programs down.
     """
@@ -263,7 +267,7 @@ def _is_good(request: TracedRequest, objectives: Objectives) -> bool:
 
 
 def main() -> None:
-    """Answer the question in the standard input."""
+    """Read a `TuningQuestion` from standard input, and write answers to standard output."""
     question = msgspec.json.decode(sys.stdin.buffer.read(), type=TuningQuestion)
     last = TuningAnswer()
 

@@ -129,7 +129,7 @@ def _show_upstreams(
 ) -> int:
     """Print the tokens and the costs of a router's replicas and upstreams; return the exit code.
 
-    `where` is the place of the costs, for messages about the owners of damaged rows.
+    `where` names the database or store, for messages about damaged rows.
     """
     rows = list(_cost_rows(all_costs))
     if as_json:
@@ -163,7 +163,10 @@ def _show_upstreams(
 
 
 def _cost_rows(all_costs: Iterable[costs.CostAmount]) -> Iterable[dict[str, Any]]:
-    """Return the requests, tokens and costs of each upstream and currency, the replicas first."""
+    """Return a row with the requests, tokens and costs for each upstream and currency.
+
+    The row of the replicas is the first.
+    """
     rows: dict[tuple[bool, str, str], dict[str, Any]] = {}
     for amount in all_costs:
         owner = amount.owner
@@ -197,9 +200,9 @@ def _columns(by: str) -> tuple[str, ...]:
 def _usage_rows(
     all_amounts: Iterable[Amount], by: str, names: dict[str, str], prices: Prices | None
 ) -> Iterable[dict[str, Any]]:
-    """Return the requests, tokens and costs of each key, tenant, day or model.
+    """Return a row with the requests, tokens and costs for each key, tenant, day or model.
 
-    The rows are as --json prints them.
+    `by` says for which of them. The rows have the form that --json prints.
     """
     rows: dict[tuple[object, ...], dict[str, Any]] = {}
     for amount in all_amounts:

@@ -1,4 +1,4 @@
-"""`twostroke simulate --what-if`: the same load under changed settings, and the load they take."""
+"""`twostroke simulate --what-if`: the largest load under changed settings of the simulation."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ _MISSED_TEXTS: Final = {
 
 
 class Variant(Frozen):
-    """Changed settings, as the user wrote them, and the values of the command's parameters."""
+    """Changed settings: the text that the user wrote, and the changed parameters with values."""
 
     text: str
     values: dict[str, Any]
 
 
 def read_variants(texts: Sequence[str], values: dict[str, Any]) -> list[Variant]:
-    """Return the variants that --what-if names, after the settings as they are.
+    """Return the variants of settings that --what-if names; the first has no changes.
 
-    `values` are the values of the command's parameters. "usual" stands for common changes.
+    `values` are the values of the command's parameters. The text "usual" stands for common changes.
 
     Raises:
         UsageError: a text is not SETTING=VALUE, or a value is not valid.
@@ -75,10 +75,11 @@ def show_limits(
     share: float,
     as_json: bool,
 ) -> None:
-    """Simulate a load under each variant, and show the loads up to which objectives are met.
+    """Simulate a load under each variant, and show up to which load the objectives are met.
 
-    `make_setup` returns the simulated replicas for changed values of parameters. After Ctrl-C, the
-    variants that are done are shown, marked as a part.
+    `make_setup` returns the simulated replicas for changed values of parameters. `share` is the
+    share of requests that must meet the objectives. After Ctrl-C, the finished variants are shown,
+    with a note that the table is incomplete.
     """
     from twostroke.lab.simulator.what_if import find_load_limit
 
@@ -126,7 +127,7 @@ def show_limits(
 
 
 def _usual(values: dict[str, Any]) -> list[str]:
-    """Return the usual changes that differ from the settings as they are."""
+    """Return common changes, such as twice the replicas, that would change the given settings."""
     budget = values["token_budget"]
     texts = [
         f"replicas={2 * values['replicas']}",
@@ -145,7 +146,7 @@ def _usual(values: dict[str, Any]) -> list[str]:
 
 
 def _read_change(text: str) -> tuple[str, Any]:
-    """Return the parameter and the value that a change such as replicas=2 names."""
+    """Return the parameter's name and the value in the text of a change, such as replicas=2."""
     context = click.get_current_context()
     name, separator, value = text.strip().partition("=")
     flag = f"--{name.strip().removeprefix('--')}"
@@ -202,7 +203,10 @@ def _multiple(multiple: float) -> str:
 
 
 def _sentence(limit: LoadLimit) -> str:
-    """Say which objective breaks first, and at which multiple of today's load."""
+    """Return a sentence that says which objective is missed first, and at which load.
+
+    The load is a multiple of today's load.
+    """
     missed = _MISSED_TEXTS[limit.missed]
     if math.isinf(limit.multiple):
         return "As it is, the objectives hold even if all requests arrive at the same time."
