@@ -115,8 +115,8 @@ class Constraint:
         """Return a constraint that allows only JSON that matches a schema.
 
         `schema` is a dictionary, its JSON text, or a class with `model_json_schema()`, such as a
-        Pydantic model. With `is_strict`, an answer that breaks the schema is generated once more,
-        and raises `SchemaMissError` if it breaks the schema again.
+        Pydantic model. With `is_strict`, an answer that breaks the schema is generated again, a
+        limited number of times, and `SchemaMissError` is raised if it still breaks the schema.
         """
         if isinstance(schema, str):
             return cls("json_schema", schema, "json_schema", is_strict=is_strict)
@@ -182,9 +182,9 @@ class Matcher(Protocol):
             drafts: draft tokens in depth-first order: the parent of each draft is the previous
                 draft or one of its ancestors.
             parents: the index of the draft that each draft follows, or `ROOT`.
-            out: (1 + drafts, num_words) the masks: `out[0]` for the token after `output`, `out[1 +
-                i]` for the token after draft i. A mask is empty after a draft that the constraint
-                does not allow.
+            out: (1 + drafts, num_words) the masks. The first is for the token after `output`, and
+                row 1 + i for the token after draft i. A mask is empty after a draft that the
+                constraint does not allow.
 
         Raises:
             RequestError: the constraint cannot be followed after `output`.

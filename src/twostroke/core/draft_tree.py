@@ -31,8 +31,8 @@ class DraftBranch(Frozen):
         num_own: how many pages at the end of each list belong to this branch alone; the pages
             before belong to the chain that the branch leaves.
         above: indices, counted from the slice's first row, of the rows of this step whose keys and
-            values are also stored in the branch's first own page, up to the token at `position` -
-            1.
+            values are also stored in the branch's first own page, up to the token before
+            `position`.
         is_copied: whether the first own page begins as a copy of the request's page, because tokens
             of earlier steps are in it.
     """

@@ -208,7 +208,7 @@ def notify_socket() -> str | None:
 
 
 def watchdog_s() -> float | None:
-    """Return the watchdog interval of systemd: the server must report within this time.
+    """Return the seconds within which the server must report to systemd's watchdog.
 
     Returns None if systemd does not watch this process.
     """

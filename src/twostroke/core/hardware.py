@@ -34,8 +34,8 @@ class Hardware(Frozen):
         memory_bytes: the size of the memory.
         bandwidth: memory bandwidth in bytes per second, for reading data as large as a model's
             weights.
-        peak: operations per second of the fastest arithmetic that the kernels use; a multiply- add
-            counts as two operations.
+        peak: operations per second of the fastest arithmetic that the kernels use; a fused
+            multiply-add counts as two operations.
         peak_kind: the arithmetic of `peak`, as text.
         source: how the limits were found.
     """

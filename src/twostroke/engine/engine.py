@@ -198,9 +198,7 @@ def build(
 
 
 def _with_checked_options(recipe: EngineRecipe, say: Callable[[str], None]) -> EngineRecipe:
-    """Check that the backend and the options fit a recipe's model; return the recipe.
-
-    The Program's context is as long as the backend can compute.
+    """Check that the backend and the options fit a recipe's model; return the recipe unchanged.
 
     Raises:
         BackendError: the selected backend cannot run the Program.

@@ -149,7 +149,10 @@ class ContentReader:
         return self._texts(self._splitter.feed(text))
 
     def finish(self, *, is_cut: bool) -> str:
-        """End the answer; return the rest, without a mark that is incomplete if it `is_cut`."""
+        """End the answer; return the rest of its text.
+
+        If the answer `is_cut`, an incomplete mark at its end is dropped.
+        """
         [(_, pending_text)] = self._splitter.finish() or [(SegmentKind.AFTER, "")]
         if is_cut and len(pending_text) > 1 and self._is_begun_mark(pending_text):
             pending_text = ""
@@ -213,7 +216,10 @@ class UnmarkedText:
         return "".join(self._visible_text(kind, part) for kind, part in self._splitter.feed(text))
 
     def finish(self, *, is_cut: bool) -> str:
-        """End the answer; return the rest, without a mark that is incomplete if it `is_cut`."""
+        """End the answer; return the rest of its text.
+
+        If the answer `is_cut`, an incomplete mark at its end is dropped.
+        """
         segments = [] if self._splitter is None else self._splitter.finish()
         rest = "".join(self._visible_text(kind, part) for kind, part in segments)
         return rest + self._below_reasoning(self._reader.finish(is_cut=is_cut))

@@ -468,7 +468,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,  # noqa: FBT001, FBT002
 ) -> str:
-    """Jinja's `tojson` filter as chat templates expect it: without HTML escapes, in any script.
+    """Jinja's `tojson` filter as chat templates expect it: HTML and Unicode are not escaped.
 
     Other options of `json.dumps` are not accepted, because some would call an object of the
     template.

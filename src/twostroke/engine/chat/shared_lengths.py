@@ -101,10 +101,10 @@ def _num_common(values: Sequence[Any], others: Sequence[Any]) -> int:
 
 
 def _special_token_before(prompt: Prompt, num_chars: int) -> int:
-    """Return an offset, at most `num_chars`, at a border of the last special token before it.
+    """Return the offset of the end of the last special token that begins within `num_chars`.
 
-    The offset counts characters of the prompt, and no token reaches across it. 0 if there is no
-    special token.
+    If the token ends after `num_chars` characters, this is the offset of its start instead. No
+    token reaches across the offset. 0 if there is no special token.
     """
     boundary = end = 0
     for piece in prompt.pieces:

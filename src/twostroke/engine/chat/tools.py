@@ -74,9 +74,9 @@ class Function(Frozen):
     ) -> Function:
         """Return a function whose arguments follow the JSON schema `parameters`.
 
-        If no grammar can enforce the schema, a strict function is an error, and the arguments of
-        other functions may be any object. This method only checks that the schema allows an object;
-        other problems are found when the schema is compiled.
+        A schema that no grammar can enforce is an error if the function `is_strict`; otherwise the
+        arguments may be any object. This method only checks that the schema allows an object; other
+        problems are found when the schema is compiled.
 
         Raises:
             RequestError: the schema of an `is_strict` function is not for an object.
@@ -344,7 +344,7 @@ class CallGrammar:
         yield f"thought: {begin} thinking"
 
     def _text(self, other_beginnings: list[str]) -> Iterator[str]:
-        """Yield the terminal `TEXT`: text that begins neither reasoning nor a call.
+        """Yield the terminal `TEXT`, for text that begins neither like reasoning nor like a call.
 
         `other_beginnings` are the names of further terminals with which `TEXT` must not begin.
         """

@@ -63,7 +63,7 @@ class PrefixHit(Frozen):
 
     @property
     def num_pages(self) -> int:
-        """The length of the cached prefix in pages; each cache group has as many entries."""
+        """The length of the cached prefix in pages, and of the page list of each cache group."""
         return len(self.pages[0])
 
 

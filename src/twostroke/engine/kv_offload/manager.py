@@ -149,7 +149,7 @@ class OffloadManager:
     # The caller of these methods holds the loop's lock.
 
     def on_prefix_hit(self, state: RequestState, num_pages: int) -> None:
-        """Queue the cached pages that a request starts with for storing, if not done recently."""
+        """Queue a request's cached pages to be stored in the tiers, if not done recently."""
         chain, keep_s = state.chain, state.request.hints.keep_s
         if chain is None:
             return
@@ -315,7 +315,7 @@ class OffloadManager:
     def _find(self, transfer: Transfer) -> _Sources:
         """Find a request's missing KV pages, and snapshots after them, in the tiers.
 
-        Returns the first tier of each stored page and snapshot.
+        Returns, for each stored page and snapshot, the first tier that has it.
         """
         page_by_name = {
             self._spec.name((group, key)): (group, key)
@@ -554,8 +554,8 @@ class _Offer(Frozen):
     Attributes:
         keys: keys of the sequence up to the last page to write.
         first: index of the first page to write.
-        num_pages: the number of the sequence's first pages whose mean prefill time is a page's
-            value.
+        num_pages: a page's value is the mean prefill time of this number of the sequence's first
+            pages.
         used_s: time of the use, in seconds since 1970.
         keep_s: how many seconds after the use the pages must stay.
         first_state: index of the first page whose snapshot is stored, too.

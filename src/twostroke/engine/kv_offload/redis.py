@@ -104,7 +104,7 @@ class RedisTier:
         return all(self._fetch_entry(*entry) for entry in _entries(name, page))
 
     def _fetch_entry(self, name: bytes, part: memoryview[Any]) -> bool:
-        """Fill a part of a page from one entry."""
+        """Fill a part of a page from one entry; return False if it is missing or damaged."""
         key = self._key(name)
         num_bytes = _NONCE_BYTES + len(part) + _TAG_BYTES
 

@@ -158,10 +158,10 @@ class RemoteOutputs(UnreadOutputs):
 
 
 class FullQueue:
-    """Refuses requests in the server for a moment after the engine has refused similar ones.
+    """Refuses requests in the server shortly after the engine's queue was full for similar ones.
 
-    The engine's queue was full for requests of the same tenant and priority. A flood of such
-    requests then costs the engine little time.
+    Similar requests have the same tenant and priority. So a flood of requests of one tenant costs
+    the engine little time.
     """
 
     def __init__(self) -> None:
@@ -310,7 +310,8 @@ class PendingCalls:
     def _pause_running(self) -> None:
         """Cancel the running calls in the engine process, and let them wait to continue.
 
-        They get new ids, since the process may have sent outputs that are not delivered any more.
+        The calls get new ids, since the process may have sent outputs that are not delivered any
+        more.
         """
         for id_, outputs in list(self.open.items()):
             if id_ in self.unsent:

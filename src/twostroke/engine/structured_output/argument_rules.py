@@ -33,7 +33,7 @@ class PreparedSchema:
         self._json_form = json_form
 
     def branches(self, schema: AnySchema) -> list[Schema]:
-        """Split a schema into schemas without references and `anyOf`, whose union it is."""
+        """Return the schemas, without references and `anyOf`, whose union is `schema`."""
         branches: list[Schema] = []
         waiting: list[Any] = [schema]
         seen: set[str] = set()
