@@ -135,8 +135,8 @@ def _heads(
 ) -> tuple[list[Op], dict[str, str]]:
     """Return the operations that compute a layer's queries, keys and values from `x`.
 
-    Returns (operations, names of these values by "q", "k" and "v"). A layer that reads an
-    earlier layer's keys and values has only queries.
+    Also returns the names of the computed values, under the keys "q", "k" and "v". A layer that
+    reads an earlier layer's keys and values computes queries only.
     """
     name = f"blk.{layer}"
     has_kv = spec.kv_source_layer(layer) is None
@@ -290,9 +290,9 @@ def latent_attention(spec: ModelSpec, layer: int, x: str, output: str) -> list[O
 
 
 def _latent_projections(spec: ModelSpec, layer: int, x: str) -> list[Op]:
-    """Return the operations of latent attention that compute its inputs from `x`.
+    """Return the operations that compute the inputs of latent attention from `x`.
 
-    The inputs are queries, latent vectors and rotated keys.
+    The inputs are the queries, the latent vectors and the rotary part of the keys.
     """
     assert spec.latent is not None
     name = f"blk.{layer}"
@@ -329,9 +329,11 @@ def _latent_projections(spec: ModelSpec, layer: int, x: str) -> list[Op]:
 
 
 def _latent_queries_and_keys(spec: ModelSpec, layer: int, q: str, latent: str) -> list[Op]:
-    """Return the operations that bring queries into the latent space, and join the keys.
+    """Return the operations that turn projections into queries and keys of the latent space.
 
-    The last of them rotates the queries; the keys are not rotated yet.
+    They multiply queries by the key matrix of each head, and join the rotary part and the latent
+    part of queries and of keys. The last operation applies RoPE to the queries; the caller applies
+    it to the keys.
     """
     assert spec.latent is not None
     name = f"blk.{layer}"
@@ -371,7 +373,7 @@ def _latent_queries_and_keys(spec: ModelSpec, layer: int, q: str, latent: str) -
 
 
 def _head_matrices(spec: ModelSpec, weight: str) -> tuple[str, ...]:
-    """Return the names of a latent attention weight's matrices, one for each head."""
+    """Return the weight names of a latent attention weight's matrices: one matrix for each head."""
     return tuple([f"{weight}.{head}.weight" for head in range(spec.num_heads)])
 
 
@@ -435,10 +437,11 @@ def mixture_of_experts(spec: ModelSpec, layer: int, x: str, output: str) -> list
 
 
 def mixture_with_dense_ffn(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
-    """Return the operations of Gemma 4's layers with both a feed-forward and experts.
+    """Return the operations of a Gemma 4 layer's second half: a feed-forward plus experts.
 
-    The outputs of the two are normalized and added. The feed-forward reads `x`. The router and the
-    experts read the state before the norm that computed `x`, with norms of their own.
+    The outputs of feed-forward and experts are normalized and added. The feed-forward reads `x`.
+    The router and the experts have separate norms, and read the hidden state from which `x` was
+    normalized.
     """
     assert spec.experts is not None
     name = f"blk.{layer}"
@@ -491,9 +494,10 @@ def residual_layer(
 ) -> list[Op]:
     """Return the operations of a usual decoder layer: attention, then a feed-forward.
 
-    The output of each of these two parts is added to its input. Each part may have a norm before
-    it, named by `pre_norms`, and with `post_norms` has one after it. In layers with experts the
-    second part is a mixture of experts.
+    The output of attention, and of the feed-forward, is added to its input. `pre_norms` names the
+    weights of the norms before attention and before the feed-forward; None: there are none. With
+    `post_norms` there is also a norm after each of the two. Layers with experts have a mixture of
+    experts in place of the feed-forward.
     """
     name, attention_output = f"blk.{layer}", f"h{layer}"
     attention_part = (
@@ -574,8 +578,8 @@ def _gated_feed_forward(
 ) -> list[Op]:
     """Return the operations of a gated feed-forward whose inner width is `width`.
 
-    Without `ModelSpec.gates_ffn`, the values of its first product are their own gates. `suffix` is
-    part of its matrices' names: "_shexp" for a shared expert.
+    If not `ModelSpec.gates_ffn`, there is no gate projection, and the up projection is also the
+    gate. `suffix` is appended to the names of the weights: "_shexp" for a shared expert.
     """
     name, hidden = f"blk.{layer}", spec.hidden_size
     gate, up, gated = (f"{name}.{part}{suffix}" for part in ("gate", "up", "gated"))

@@ -28,10 +28,11 @@ _LAYER_TYPES = {"sliding_attention": True, "full_attention": False}
 
 
 def read_sizes(fields: Fields, keys: Mapping[str, str]) -> dict[str, Any]:
-    """Read the sizes of a model from its file's metadata; `keys` has the file's key of each size.
+    """Read the sizes of a model from its file's metadata.
 
-    The default number of key-value heads is the number of heads. The default head width is the
-    model's width divided by the number of heads.
+    `keys` maps the name of each size to the metadata key that this file format has for it. The
+    default number of key-value heads is the number of heads. The default head width is the model's
+    width divided by the number of heads.
     """
     hidden = fields.integer(keys["hidden_size"], MAX_WIDTH)
     heads = fields.integer(keys["num_heads"], MAX_WIDTH)
@@ -57,10 +58,9 @@ def read_sizes(fields: Fields, keys: Mapping[str, str]) -> dict[str, Any]:
 
 
 def without_mtp_layers(fields: Fields) -> dict[str, Any]:
-    """Return changed metadata of a GGUF file that leaves out layers for multi-token prediction.
+    """Return replacements for metadata of a GGUF file, so that its layers for MTP are left out.
 
-    These layers follow the others, and only draft tokens; the layers before them compute the next
-    token.
+    MTP (multi-token prediction) layers are the last layers of a file. They only draft tokens.
     """
     mtp_key, count_key = "nextn_predict_layers", "block_count"
     layers = fields.integer(count_key, MAX_LAYERS)
@@ -89,17 +89,18 @@ def check_attention_layers(fields: Fields, attends: tuple[bool, ...]) -> None:
 
 
 def gguf_kv_heads(fields: Fields) -> dict[str, Any]:
-    """Return changed metadata of a GGUF file: one number of key-value heads for all layers.
+    """Return a replacement for a GGUF file's list of key-value heads: one number for all layers.
 
-    Files of hybrid models have a list, with 0 for layers without attention.
+    Files of hybrid models have such a list, with 0 for layers without attention.
     """
     return {_KV_HEADS: gguf_only_value(fields, _KV_HEADS)}
 
 
 def gguf_only_value(fields: Fields, key: str) -> Any:
-    """Return the value that a GGUF file has at `key` for all layers for which it is not 0.
+    """Return a GGUF file's value at `key`, or of a list of numbers the only number but 0.
 
-    Raises ModelFormatError if the file has several values.
+    Such a list has a number for each layer. Raises ModelFormatError if it has several different
+    numbers that are not 0.
     """
     value = fields.value(key)
     if not isinstance(value, list):
@@ -116,19 +117,17 @@ def gguf_only_value(fields: Fields, key: str) -> Any:
 
 
 def all_but_every(period: int, num_layers: int) -> tuple[bool, ...]:
-    """Return, for each layer, whether it has a sliding window, where every n-th layer has none.
-
-    `period` is n.
-    """
+    """Return which layers have a sliding window, if every `period`-th layer has none."""
     return tuple((layer + 1) % period != 0 for layer in range(num_layers))
 
 
 def gguf_window(
     fields: Fields, slides: tuple[bool, ...], *, default_size: int = 0
 ) -> WindowSpec | None:
-    """Read which layers of a GGUF file have a sliding window, and its size; None without one.
+    """Read the sliding window of a GGUF file: its size, and which layers have it.
 
-    `slides` tells which layers have the window if the file does not; `default_size` is its size.
+    Returns None if no layer has a window. `slides` tells which layers have the window, and
+    `default_size` its size, if the file does not.
     """
     size = fields.integer("attention.sliding_window", MAX_CONTEXT, low=0, default=default_size)
     pattern = "attention.sliding_window_pattern"
@@ -140,9 +139,10 @@ def gguf_window(
 
 
 def config_window(fields: Fields, slides: tuple[bool, ...]) -> WindowSpec | None:
-    """Read which layers of a config.json have a sliding window, and its size; None without one.
+    """Read the sliding window of a config.json: its size, and which layers have it.
 
-    `slides` tells which layers have the window if the file has no `layer_types`.
+    Returns None if no layer has a window. `slides` tells which layers have the window if the file
+    has no `layer_types`.
     """
     if fields.has("layer_types"):
         slides = fields.choices("layer_types", _LAYER_TYPES, len(slides))
@@ -156,7 +156,7 @@ def config_window(fields: Fields, slides: tuple[bool, ...]) -> WindowSpec | None
 def config_window_of_all(fields: Fields, num_layers: int) -> WindowSpec | None:
     """Read the sliding window of a family in which all layers have it; None if it is off.
 
-    `layer_types` in the config.json is ignored, as transformers does for these families.
+    `layer_types` in the config.json is ignored, as in transformers for these families.
     """
     if not fields.has("sliding_window"):
         return None

@@ -33,11 +33,12 @@ _MULTIPLIER: Final = "rope.scaling.yarn_log_multiplier"
 
 
 def gguf_values(fields: Fields) -> dict[str, Any]:
-    """Return changed metadata of a DeepSeek GGUF file, with the sizes that a token stores.
+    """Return replacements for metadata of a DeepSeek GGUF file: the widths of cached vectors.
 
     In latent attention a token stores one latent vector, which counts as one key-value head. Older
-    files have the sizes of expanded heads instead. YaRN's multiplier is removed from RoPE: it
-    applies to the scores alone, and rotated keys keep their length.
+    files have the head widths of ordinary attention instead. YaRN's multiplier is removed from
+    RoPE, because in this family it applies to attention scores only; rotated keys keep their
+    length.
     """
     width = stored_width(fields, "attention.kv_lora_rank", "rope.dimension_count")
     values: dict[str, Any] = dict.fromkeys(
@@ -49,7 +50,7 @@ def gguf_values(fields: Fields) -> dict[str, Any]:
 
 
 def config_values(fields: Fields) -> dict[str, Any]:
-    """Return changed metadata of a DeepSeek config.json, with the sizes that a token stores.
+    """Return replacements for values of a DeepSeek config.json: the widths of cached vectors.
 
     In latent attention a token stores one latent vector, which counts as one key-value head.
     """
@@ -103,13 +104,19 @@ def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 def stored_width(fields: Fields, latent: str, rotated: str) -> int:
-    """Return how many values a token stores; the keys of its latent and its rotated part."""
+    """Return how many values latent attention stores per token: latent vector and rotary key.
+
+    `latent` and `rotated` are the metadata keys of these two widths.
+    """
     rotated_width = fields.integer(rotated, MAX_HEAD_DIM // 2, low=2)
     return fields.integer(latent, MAX_HEAD_DIM // 2) + rotated_width
 
 
 def _scale(fields: Fields, latent: LatentSpec) -> float:
-    """Return the factor of latent attention's scores; YaRN's `mscale_all_dim` changes it."""
+    """Return the factor by which latent attention multiplies scores.
+
+    It is 1 / sqrt(head width), multiplied by a correction if YaRN has `mscale_all_dim`.
+    """
     part = fields.part("rope_scaling") or fields.part("rope_parameters")
     weight = None if part is None else part.optional_number("mscale_all_dim")
     multiplier = 1.0

@@ -1,4 +1,4 @@
-"""EXAONE 4: norms after each part of a layer, and norms of queries and keys by head.
+"""EXAONE 4: norms after attention and after the feed-forward, and query-key norms by head.
 
 In models with a sliding window (32B), layers without the window have no RoPE. Source:
 arXiv:2507.11407.
@@ -46,9 +46,10 @@ def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 def _hybrid(spec: ModelSpec, window: WindowSpec | None, *, has_window: bool) -> ModelSpec:
-    """Return a spec with this window, in which only layers with the window have a RoPE.
+    """Return a spec with this sliding window, in which only layers with the window have a RoPE.
 
-    `has_window`: the file has the size of a window, even if no layer uses it.
+    `has_window`: the file has the size of a window, even if no layer uses it. Otherwise the spec is
+    returned unchanged, and all layers have a RoPE.
     """
     if not has_window:
         return spec

@@ -29,13 +29,13 @@ def unchanged_spec(fields: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 def no_values(fields: Fields) -> dict[str, Any]:
-    """Return no changes of a file's metadata: for families that need none."""
+    """Return an empty dict: the `gguf_values` or `config_values` of many families."""
     del fields
     return {}
 
 
 class MtpInput(Enum):
-    """Which of its own hidden states an MTP layer reads when it drafts several tokens."""
+    """Which hidden state of its previous step an MTP layer reads when it drafts several tokens."""
 
     NORMED = "normed"  # after the layer's last norm
     UNNORMED = "unnormed"
@@ -46,30 +46,29 @@ class Family(Frozen):
 
     `layer` returns the operations of one layer. With `scales_embedding`, embeddings are multiplied
     by the square root of their width. `from_gguf` and `from_config` receive a spec with the fields
-    that all families share, and read the family's fields from a GGUF file's metadata (keys without
-    the architecture) or from a config.json. They refuse unsupported values (`Fields.expect`).
+    that all families share. They return it with the family's fields, which they read from a GGUF
+    file's metadata (keys without the architecture) or from a config.json. They refuse unsupported
+    values (`Fields.expect`). `gguf_values` and `config_values` are called before: they return
+    replacements for metadata values that the readers of all families read.
 
-    `model_types` are the family's names in config.json, each with the values that transformers uses
-    for missing keys, where these differ from the defaults of the readers. `layer_names` maps
-    Hugging Face names of a layer's weights to GGUF names, where they differ from Llama's.
-    `dense_names` are other names in models without experts. `gguf_names` maps names in the family's
-    GGUF files to names in other families' files. `fused`
-    names the parts of matrices that files store as one, for example {"attn_qkv": ("attn_q",
-    "attn_k", "attn_v")}.
+    `model_types` maps each of the family's names in config.json to the values that transformers
+    uses for missing keys, where these differ from our readers' defaults. `layer_names` maps Hugging
+    Face names of a layer's weights to GGUF names, where they differ from Llama's. `dense_names`
+    does so for models without experts. `gguf_names` maps weight names in the family's GGUF files to
+    the names that other families' files have. `fused` maps a matrix that files store fused to its
+    parts, for example {"attn_qkv": ("attn_q", "attn_k", "attn_v")}.
 
-    `interleaves`: GGUF files have the rows of queries and keys reordered, so that neighbouring
-    values are rotated as pairs. `partial_rotary` is config.json's key for the share of each head
-    that is rotated; None where transformers always rotates whole heads. `rotated` is the key for
-    the rotated width itself.
+    `interleaves`: GGUF files have the rows of queries and keys reordered, so that RoPE rotates
+    neighbouring values as pairs. `partial_rotary` is config.json's key for the rotated fraction of
+    each head; None where transformers always rotates whole heads. `rotated` is the key for the
+    rotated width itself.
 
-    `gguf_values` and `config_values` return values that replace a file's values, for keys that
-    the readers of all families read.
     `may_lack_values`: GGUF layers that have keys but no values are read as `keys_give_values`.
-    `transposes_experts`: stacks of experts in folders are (experts, inputs, outputs).
-    `may_norm_heads`: some models of the family have `norms_heads`. `extra_layers` is config.json's
-    key for the number of further layers that do not compute the next token, such as layers for
-    multi-token prediction. `mtp` tells how a layer for multi-token prediction continues its own
-    drafts; None: such layers are left out.
+    `transposes_experts`: stacked experts in safetensors files have the shape (experts, inputs,
+    outputs). `may_norm_heads`: some models of the family have query-key norms
+    (`ModelSpec.norms_heads`). `extra_layers` is config.json's key for the number of further layers
+    that do not compute the next token, such as MTP layers (multi-token prediction). `mtp` tells how
+    an MTP layer continues its own drafts; None: MTP layers are left out.
     """
 
     model_types: Mapping[str, Mapping[str, Any]]

@@ -53,11 +53,14 @@ class Fields(Frozen):
         return self.values.get(self.prefix + key)
 
     def fault(self, text: str) -> NoReturn:
-        """Raise a ModelFormatError about this model file, with the sentence "'NAME' TEXT."."""
+        """Raise a ModelFormatError with the text "'NAME' TEXT.", where NAME is the model file."""
         raise ModelFormatError(f"{self.name!r} {text}.")
 
     def refuse(self, key: str, problem: str) -> NoReturn:
-        """Raise a ModelFormatError about the value at a metadata key; `problem` ends the text."""
+        """Raise a ModelFormatError about the value at a metadata key.
+
+        `problem` is the end of the message, after the key and the value.
+        """
         self.fault(f"has {self.prefix}{key} = {_format_value(self.value(key))}, {problem}")
 
     def has(self, key: str) -> bool:
@@ -99,7 +102,7 @@ class Fields(Frozen):
     def optional_number(
         self, key: str, *, low: float = _MIN_NUMBER, default: float | None = None
     ) -> float | None:
-        """Return the number at a metadata key; None for zero, and `default` for a missing key."""
+        """Return the number at a metadata key; None if it is 0, `default` if the key is missing."""
         value = self.value(key)
         if type(value) in {int, float} and value == 0:
             return None
@@ -116,7 +119,7 @@ class Fields(Frozen):
         return tuple(entries.number(name) for name in entries.values)
 
     def part(self, key: str) -> Fields | None:
-        """Return a reader of the object at a metadata key; None if it is missing."""
+        """Return a reader of the JSON object at a metadata key; None if the key is missing."""
         value = self.value(key)
         if value is None:
             return None

@@ -1,4 +1,4 @@
-"""Gemma 2 and 3: norms before and after each part of a layer, and layers with sliding windows.
+"""Gemma 2 and 3: norms before and after attention and feed-forward, and sliding windows.
 
 Gemma 2 (arXiv:2408.00118) caps scores and logits. Gemma 3 (arXiv:2503.19786) normalizes queries and
 keys instead, and its layers with a window have another RoPE base.

@@ -1,8 +1,8 @@
-"""Gemma 4's text models: layers that share keys and values, and layers with their own inputs.
+"""Gemma 4's text models: layers that share keys and values, and per-layer embeddings.
 
 Layers without a window have wider heads and rotate a quarter of each head. Values are normalized
 without a weight. One model adds experts to each feed-forward. In small models the last layers
-compute no keys and values, and each token has an input vector for each layer.
+compute no keys and values, and each token has an additional input vector for each layer.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ _KV_HEADS, _FFN = "attention.head_count_kv", "feed_forward_length"
 def gemma4_layer(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
     """Return the operations of a Gemma 4 layer, which reads `x` and writes `output`.
 
-    They are attention, the feed-forward, the layer's own input of each token, and a factor.
+    They are attention and the feed-forward. In models that have them, there follow the token's
+    additional input for this layer (per-layer embedding), and a learned factor of the layer's
+    output.
     """
     name = f"blk.{layer}"
     width = spec.layer_inputs
@@ -73,10 +75,11 @@ def gemma4_layer(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
 
 
 def _layer_inputs(spec: ModelSpec, x: str) -> list[Op]:
-    """Return the operations that compute the additional input of each token and layer.
+    """Return the operations that compute each token's additional inputs, one vector for each layer.
 
-    An input is the scaled sum of a table's row and a projection of `x`. The projection is divided
-    by the root of the model's width and normalized, which equals a norm with a larger epsilon.
+    An input is the scaled sum of a row of an embedding table and a projection of `x`. The
+    projection is divided by the square root of the model's width and then normalized, which equals
+    a norm with a larger epsilon.
     """
     input_size, hidden = spec.layer_inputs, spec.hidden_size
     width = input_size * spec.num_layers
@@ -99,10 +102,10 @@ def _layer_inputs(spec: ModelSpec, x: str) -> list[Op]:
 
 
 def gguf_values(fields: Fields) -> dict[str, Any]:
-    """Return changed metadata of a Gemma 4 GGUF file, with one size where the file has a list.
+    """Return replacements for metadata of a Gemma 4 GGUF file: one size in place of a list.
 
-    Sizes differ between layers: the returned ones are of layers without a window, and of layers
-    that compute keys and values. `gemma4_from_gguf` reads the other sizes.
+    Sizes differ between layers. The returned sizes are of layers without a window, and of layers
+    that compute keys and values. `gemma4_from_gguf` reads the sizes of other layers.
     """
     count = fields.integer("block_count", MAX_LAYERS)
     slides = _windowed_layers(fields, count)
@@ -167,7 +170,7 @@ def gemma4_from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 def config_values(fields: Fields) -> dict[str, Any]:
-    """Return changed metadata of a Gemma 4 config.json, with the sizes of layers without a window.
+    """Return replacements for values of a Gemma 4 config.json: sizes of layers without a window.
 
     `gemma4_from_config` reads the sizes of the other layers. A flag for bidirectional attention
     between image tokens is removed, since text is always read causally.
@@ -233,10 +236,10 @@ def gemma4_from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 def _ropes(fields: Fields, kind: str) -> Mapping[str, Any]:
-    """Return the RoPE parameters by the type of a layer: "sliding_attention", "full_attention".
+    """Return RoPE parameters for each layer type: "sliding_attention" and "full_attention".
 
-    A file without any parameters has Gemma 4's defaults; a file with some must have an entry for
-    `kind`.
+    If the file has no parameters, these are Gemma 4's defaults. If it has any, it must have
+    parameters for the layer type `kind`.
     """
     ropes = fields.part("rope_parameters")
     if ropes is None:
@@ -318,7 +321,10 @@ def with_shared_kv_layers(fields: Fields, spec: ModelSpec, count: int, ffn_size:
 def _experts(
     fields: Fields, spec: ModelSpec, count_key: str, used_key: str, width_key: str
 ) -> ExpertSpec:
-    """Read the experts that Gemma 4 adds to each feed-forward; three metadata keys are given."""
+    """Read the experts that Gemma 4 adds to each feed-forward.
+
+    The metadata keys are of the number of experts, the number that a token uses, and their width.
+    """
     num_experts = fields.integer(count_key, min(MAX_EXPERTS, MAX_EXPERTS_IN_ALL // spec.num_layers))
     num_used = fields.integer(used_key, num_experts)
     size = fields.integer(width_key, MAX_WIDTH)

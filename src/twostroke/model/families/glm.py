@@ -1,6 +1,6 @@
-"""GLM 4.5, 4.6 and 4.7 (arXiv:2508.06471): grouped attention, and experts as in DeepSeek V3.
+"""GLM 4.5, 4.6 and 4.7 (arXiv:2508.06471): grouped-query attention, DeepSeek V3's experts.
 
-Half of each head is rotated. The large ones, not Air, have norms of queries and keys.
+Half of each head is rotated. The large models, not Air, have norms of queries and keys.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 def glm4_layer(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
-    """Return the operations of a GLM 4 layer: Llama's layer, perhaps with query-key norms.
+    """Return the operations of a GLM 4 layer: Llama's layer, with query-key norms in some models.
 
-    Only the second norm's name differs, as GGUF files have it.
+    The norm before the feed-forward has the weight name "post_attention_norm", as in GGUF files.
     """
     return residual_layer(
         spec,

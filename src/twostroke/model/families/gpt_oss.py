@@ -1,7 +1,8 @@
-"""gpt-oss: a mixture of experts with biases, a clamped activation, and sinks in every attention.
+"""gpt-oss: a mixture of experts with biases, a clamped activation, and attention sinks.
 
-Every second layer has a sliding window. RoPE is extended by YaRN, whose blend does not begin and
-end at whole pairs. Sources: arXiv:2508.10925; the model's configuration in transformers.
+Every second layer has a sliding window. RoPE is extended by YaRN, whose range of blended
+frequencies is not rounded to whole pairs. Sources: arXiv:2508.10925; the model's configuration in
+transformers.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ _ROPE: Final = {
 
 
 def gguf_values(fields: Fields) -> dict[str, Any]:
-    """Return changed metadata of a GGUF file, for the readers of all families.
+    """Return replacements for metadata of a gpt-oss GGUF file.
 
-    Mixtures may have no width of a dense feed-forward. The blend of YaRN does not begin and end at
-    whole pairs, which files do not tell.
+    YaRN's rounding to whole pairs is turned off: files do not say so. If a file has no width of a
+    dense feed-forward, the experts' width takes its place; all layers have experts anyway.
     """
     values: dict[str, Any] = {"rope.scaling.yarn_truncate": False}
     if not fields.has("feed_forward_length"):
@@ -51,7 +52,10 @@ def gguf_values(fields: Fields) -> dict[str, Any]:
 
 
 def config_values(fields: Fields) -> dict[str, Any]:
-    """Return changed values of a config.json: as in transformers, RoPE is extended by default."""
+    """Return replacements for values of a config.json: the default RoPE of gpt-oss, if it has none.
+
+    As in transformers, this default has YaRN's context extension.
+    """
     if fields.has("rope_scaling") or fields.has("rope_parameters"):
         return {}
     return {"rope_parameters": _ROPE}
@@ -78,7 +82,7 @@ def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 def _complete(spec: ModelSpec, experts: ExpertSpec) -> ModelSpec:
-    """Return the spec with what all models of the family have in common."""
+    """Return the spec with experts, activation and attention sinks, equal in all gpt-oss models."""
     return replace(
         spec,
         experts=replace(experts, normalize=True, has_biases=True),

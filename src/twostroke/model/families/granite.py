@@ -1,7 +1,8 @@
 """Granite 3 and 4.1, dense: Llama whose embeddings, scores, residuals and logits are multiplied.
 
-The multiplier m of residuals needs no operation: a stream that is divided by m throughout has the
-same norms if their epsilon is divided by m². The embedding is divided by m, and layers add to it.
+The multiplier m of residuals needs no operation. If the whole residual stream is divided by m, its
+norms are the same when their epsilon is divided by m². Therefore the embedding is divided by m, and
+layers add their outputs unscaled.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _MIN_RESIDUAL, _MAX_RESIDUAL = 1e-3, 1e3
 
 
 def without_scales(fields: Fields) -> dict[str, Any]:
-    """Return changed metadata of a GGUF file without the multipliers, which `from_gguf` reads."""
+    """Return replacements for metadata of a GGUF file: no multipliers; `from_gguf` reads them."""
     del fields
     return dict.fromkeys(GGUF_MULTIPLIERS)
 
@@ -53,9 +54,10 @@ def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 def with_multipliers(fields: Fields, spec: ModelSpec, keys: tuple[str, ...]) -> ModelSpec:
-    """Add the multipliers of a Granite model to its spec; `keys` are the file's keys.
+    """Add the multipliers of a Granite model to its spec.
 
-    They are the multipliers of scores, embeddings and residuals, and the divisor of logits.
+    `keys` are the metadata keys of the multipliers of scores, embeddings and residuals, and of the
+    divisor of logits, in this order.
     """
     attention_key, embedding_key, residual_key, logits_key = keys
     residual = fields.number(residual_key, low=_MIN_RESIDUAL, high=_MAX_RESIDUAL, default=1.0)

@@ -1,7 +1,7 @@
-"""Granite 4.0 and 4.0-H: Granite with Mamba-2 in most layers, which do not know positions.
+"""Granite 4.0 and 4.0-H: Granite with Mamba-2 layers; most layers do not know positions.
 
-Layers have a feed-forward, or experts and a shared expert. Folders of models that have attention in
-all layers have the same model type.
+Layers have a feed-forward, or experts and a shared expert. Safetensors models with attention in all
+layers have the same model type.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _MAMBA_KEYS: Final = {
 
 
 def gguf_values(fields: Fields) -> dict[str, Any]:
-    """Return changed metadata of a GGUF file: without multipliers, and one number of KV heads."""
+    """Return replacements for metadata: no multipliers, and one number of key-value heads."""
     return without_scales(fields) | gguf_kv_heads(fields)
 
 
@@ -73,9 +73,9 @@ def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 def config_values(fields: Fields) -> dict[str, Any]:
-    """Return changed values of a config.json, for keys that the readers of all families read.
+    """Return replacements for values of a config.json, for keys that all families' readers read.
 
-    Without experts, the shared expert is the feed-forward.
+    In a model without experts, the shared expert is the feed-forward.
     """
     values: dict[str, Any] = {"position_embedding_type": None}
     if _num_experts(fields) == 0:

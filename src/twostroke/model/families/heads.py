@@ -35,8 +35,8 @@ class HeadsSpec(Frozen):
     """The shapes of trained draft heads (EAGLE or Medusa), which propose a model's next tokens.
 
     `layer` describes the decoder layer (EAGLE) or the residual blocks (Medusa); its `vocab_size`
-    and `hidden_size` are the target model's. Heads propose one of `num_tokens` tokens, and were
-    trained to propose `depth` tokens in a row.
+    and `hidden_size` are the target model's. Heads can propose the `num_tokens` tokens of a reduced
+    vocabulary, and were trained to propose `depth` tokens in a row.
     """
 
     kind: str
@@ -50,7 +50,8 @@ def heads_for(
 ) -> HeadsSpec:
     """Return the shapes of draft heads to train for a target model.
 
-    `kind` is "eagle" or "medusa". The heads' attention window has `window` tokens.
+    `kind` is "eagle" or "medusa". `num_tokens` and `depth` are as in `HeadsSpec`. The heads'
+    attention window has `window` tokens.
     """
     sizes = {name: getattr(target, name) for name in LAYER_SIZES} | {"ffn_size": ffn_size}
     rope = RopeSpec(target.rope.base, target.head_dim, target.rope.interleaved)

@@ -1,7 +1,7 @@
 """Kimi Linear: the delta rule with a decay for each channel, and latent attention without RoPE.
 
-Usually every fourth layer has attention. The first layer is dense, later layers have DeepSeek's
-experts (arXiv:2510.26692).
+Usually every fourth layer has attention, and the others have the delta rule. The first layer is
+dense; later layers have experts as in DeepSeek (arXiv:2510.26692).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _KEYS: Final = {
 
 
 def gguf_values(fields: Fields) -> dict[str, Any]:
-    """Return changed metadata of a GGUF file, with the sizes that a token stores in attention.
+    """Return replacements for metadata of a GGUF file: the widths of vectors in the KV cache.
 
     A token stores one latent vector, which counts as one key-value head.
     """
@@ -61,7 +61,7 @@ def gguf_values(fields: Fields) -> dict[str, Any]:
 
 
 def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Add the delta rule, the latent attention and the experts of a GGUF file to its spec."""
+    """Add delta rule, latent attention and experts of a Kimi Linear model to its spec (GGUF)."""
     head_dim = fields.integer("kda.head_dim", MAX_HEAD_DIM)
     delta = _delta(
         gguf_attention_layers(fields, spec.num_layers),
@@ -85,13 +85,13 @@ def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 def config_values(fields: Fields) -> dict[str, Any]:
-    """Return changed values of a config.json, with the sizes that a token stores in attention."""
+    """Return replacements for values of a config.json: the widths of vectors in the KV cache."""
     width = stored_width(fields, "kv_lora_rank", "qk_rope_head_dim")
     return _renamed(fields) | {"num_key_value_heads": 1, "head_dim": width}
 
 
 def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Add the delta rule, the latent attention and the experts of a config.json to its spec."""
+    """Add delta rule, latent attention and experts of Kimi Linear to its spec (config.json)."""
     fields = fields.changed(_renamed(fields))
     for key in ("attention_bias", "mla_use_output_gate"):
         fields.expect(key, False)  # noqa: FBT003 - the only value
@@ -124,7 +124,7 @@ def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 def _renamed(fields: Fields) -> dict[str, Any]:
-    """Return values of a config.json under the keys that readers of other families know."""
+    """Return values of a config.json under the keys by which other families name them."""
     return {new: fields.value(key) for key, new in _KEYS.items() if fields.has(key)}
 
 
@@ -144,7 +144,10 @@ def _delta(attends: tuple[bool, ...], *, num_heads: int, head_dim: int, kernel: 
 def _with_layers(
     fields: Fields, spec: ModelSpec, delta: DeltaSpec, latent: LatentSpec
 ) -> ModelSpec:
-    """Return the spec with its two kinds of layers, whose numbers are checked."""
+    """Return the spec with layers of the delta rule and of latent attention.
+
+    Raises ModelFormatError if no layer has attention, or if there are too many heads.
+    """
     check_latent_heads(fields, spec)
     check_attention_layers(fields, delta.attends)
     scale = (latent.key + latent.rotated) ** -0.5
@@ -155,7 +158,8 @@ def _with_layers(
 def _config_attends(fields: Fields, linear: Fields | None, num_layers: int) -> tuple[bool, ...]:
     """Return which layers of a config.json have attention.
 
-    `linear` has the numbers of these layers, and of the others; the first layer is number 1.
+    `linear` is the object that lists the numbers of attention layers and of delta rule layers; the
+    first layer is number 1.
     """
     if fields.has("layer_types"):
         return fields.choices("layer_types", _LAYER_TYPES, num_layers)

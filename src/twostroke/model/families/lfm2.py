@@ -1,6 +1,6 @@
 """LFM2 and LFM2.5: most layers have a gated short convolution in place of attention.
 
-Mixtures of experts have some dense layers first, and a router like DeepSeek V3's.
+Models with experts have some dense layers first, and a router like DeepSeek V3's.
 """
 
 from __future__ import annotations
@@ -73,7 +73,10 @@ def from_config(fields: Fields, spec: ModelSpec, *, has_experts: bool = False) -
 
 
 def config_values(fields: Fields) -> dict[str, Any]:
-    """Return changed values of a config.json: the width of the feed-forward, as it is used."""
+    """Return a replacement for a value of a config.json: the width of the feed-forward.
+
+    The file may have a larger width, from which the real width is computed.
+    """
     key = "block_ff_dim" if fields.has("block_ff_dim") else "intermediate_size"
     width = fields.integer(key, MAX_WIDTH)
     if fields.flag("block_auto_adjust_ff_dim", default=True):

@@ -1,8 +1,9 @@
 """Llama, Mistral and Mixtral (arXiv:2302.13971, 2310.06825, 2401.04088), Phi-3 and 4, Seed-OSS.
 
-Other families are variations: a norm, attention with grouped queries, add; a norm, a gated
-feed-forward or experts, add. Phi-3 and Phi-4 (arXiv:2404.14219) have fused matrices and scaled RoPE
-frequencies. Seed-OSS has biases of queries, keys and values, and another name for the second norm.
+A layer is: norm, grouped-query attention, residual; norm, gated feed-forward or experts, residual.
+Other families are variations of it. Phi-3 and Phi-4 (arXiv:2404.14219) have fused matrices and
+scaled RoPE frequencies. Seed-OSS has biases of queries, keys and values, and another name for the
+second norm.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
     """Add the sliding window and the experts of a Llama, Mistral or Mixtral model (config.json).
 
     A model of the type "llama" with a window is refused, because transformers ignores the window
-    and vLLM applies it. A "mistral" with `layer_types` is transformers' ministral: `layer_types`
-    tells which layers have the window.
+    and vLLM applies it. A model of the type "mistral" with `layer_types` is called ministral in
+    transformers: `layer_types` tells which layers have the window.
     """
     match fields.text("model_type"):
         case "llama":
@@ -118,9 +119,9 @@ PHI3 = Family(
 
 
 def seed_oss_from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    """Add whether the output of attention has a bias, from a Seed-OSS model's config.json.
+    """Read from a Seed-OSS config.json whether the output projection of attention has a bias.
 
-    `attention_bias` applies only to queries, keys and values.
+    The key is `attention_out_bias`; `attention_bias` applies only to queries, keys and values.
     """
     return replace(spec, output_bias=fields.flag("attention_out_bias", default=False))
 

@@ -1,8 +1,9 @@
 """Llama 4 (text): chunked attention, layers without RoPE, experts whose inputs are scaled.
 
-In three of four layers a row sees its own chunk of the context, and heads are normalized. They are
-normalized here before RoPE, which changes no length. The other layers see the whole context without
-RoPE, and later queries have an attention temperature (arXiv:2501.19399).
+In three of four layers a token attends only to its own chunk of the context, and heads of queries
+and keys are normalized. Here they are normalized before RoPE, which gives the same result since
+rotations change no length. The other layers attend to the whole context without RoPE, and multiply
+queries at later positions by an attention temperature (arXiv:2501.19399).
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 def config_values(fields: Fields) -> dict[str, Any]:
-    """Return changed values of a config.json: the width of dense feed-forwards."""
+    """Return a replacement for a value of a config.json: the width of dense feed-forwards."""
     return {"intermediate_size": fields.value("intermediate_size_mlp")}
 
 
@@ -108,7 +109,11 @@ def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
 def _experts(
     fields: Fields, spec: ModelSpec, keys: tuple[str, str, str], layers: tuple[bool, ...]
 ) -> ExpertSpec:
-    """Read the experts; `keys` are of their number, of the number of used ones, of their width."""
+    """Read the experts of a Llama 4 model; `layers` tells which layers have them.
+
+    `keys` are the metadata keys of the number of experts, of the number that a token uses, and of
+    their width.
+    """
     count = fields.integer(keys[0], max_experts(spec))
     width = fields.integer(keys[2], MAX_WIDTH)
     return ExpertSpec(
@@ -123,7 +128,10 @@ def _experts(
 
 
 def _config_expert_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
-    """Return which layers of a config.json have experts: from a list of layers, or an interval."""
+    """Return which layers of a config.json have experts.
+
+    The file has a list of these layers, or an interval: every n-th layer.
+    """
     numbers = fields.value(_EXPERT_LAYERS)
     if numbers is None:
         return _every(fields.integer(_STEP, MAX_LAYERS), num_layers)

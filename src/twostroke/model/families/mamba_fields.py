@@ -29,7 +29,10 @@ _MAMBA_WEIGHTS: Final = {
 
 
 def mamba_names(block: str) -> dict[str, str]:
-    """Return GGUF names of Mamba-2's weights by their names in folders, in the block `block`."""
+    """Map Hugging Face names of Mamba-2's weights to GGUF names.
+
+    `block` is the name that the family's files have for the Mamba-2 block.
+    """
     return {f"{block}.{name}": weight for name, weight in _MAMBA_WEIGHTS.items()}
 
 
@@ -52,7 +55,10 @@ def gguf_mamba2(fields: Fields, spec: ModelSpec, attends: tuple[bool, ...]) -> M
 
 
 def _head_dim(fields: Fields, width: int, num_heads: int) -> int:
-    """Return the width of a head, if the heads divide `width` values into equal parts."""
+    """Return the width of a head, if `num_heads` heads divide `width` values into equal parts.
+
+    Raises ModelFormatError otherwise.
+    """
     if width % num_heads or width > num_heads * MAX_HEAD_DIM:
         parts = f"equal parts of at most {MAX_HEAD_DIM}"
         heads = counted_noun(num_heads, "Mamba head that does", "Mamba heads that do")
@@ -65,7 +71,8 @@ def config_mamba2(
 ) -> Mamba2Spec:
     """Read the sizes of Mamba-2 from a config.json.
 
-    `attends` tells which layers have attention. `keys` has the file's key of each size.
+    `attends` tells which layers have attention. `keys` maps the name of each size to its key in the
+    file.
     """
     num_heads = fields.integer(keys["num_heads"], MAX_WIDTH)
     head_dim: Any = None

@@ -1,6 +1,6 @@
 """Mellum 2: a mixture of experts as in Qwen 3, in which most layers have a sliding window.
 
-Layers with a window have a RoPE of their own.
+Layers with a window have a different RoPE.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PERIOD = 4  # every fourth layer has no window
 def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
     """Add the experts, the sliding window and its RoPE to a Mellum model's spec, from a GGUF file.
 
-    The RoPE of layers with a window is not scaled.
+    In layers with a window, RoPE has no context extension.
     """
     experts = gguf_experts(fields, spec)
     if experts is None:

@@ -1,6 +1,6 @@
 """MiniMax M2: a mixture of experts as in DeepSeek V3, without groups, in every layer.
 
-Rows of queries and keys are normalized, and a part of each head is rotated.
+Queries and keys are normalized as whole rows, not by head, and a part of each head is rotated.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _SHARE_KEY = "partial_rotary_factor"
 
 
 def config_values(fields: Fields) -> dict[str, Any]:
-    """Return changed values of a config.json, with the names of other families.
+    """Return replacements for values of a config.json, under keys that the shared readers know.
 
     All models of the family have norms of queries and keys (`use_qk_norm`). Published files have
-    the number of rotated values in place of the share of each head.
+    the number of rotated values of a head in place of the rotated fraction.
     """
     values: dict[str, Any] = {"use_qk_norm": False}
     if fields.has("rotary_dim") and not fields.has(_SHARE_KEY):
@@ -42,7 +42,7 @@ def config_values(fields: Fields) -> dict[str, Any]:
 def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
     """Add the experts of a MiniMax M2 model to its spec, from a GGUF file.
 
-    Shares are always normalized, as in llama.cpp.
+    The routing weights of the chosen experts are always normalized, as in llama.cpp.
     """
     normalized = fields.changed({"expert_weights_norm": True})
     experts = gguf_routed_experts(normalized, spec, default_gating=SIGMOID)

@@ -1,6 +1,6 @@
 """Ministral 3 and Devstral 2: Llama with YaRN, whose queries have an attention temperature.
 
-GGUF files of Mistral Small 3 may have the same architecture, without these two.
+GGUF files of Mistral Small 3 may have the same architecture, without YaRN and temperature.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _MULTIPLIER_KEY: Final = "rope.scaling.yarn_log_multiplier"
 
 
 def gguf_values(fields: Fields) -> dict[str, Any]:
-    """Return metadata of a GGUF file in which YaRN's attention factor replaces its multiplier.
+    """Return a replacement for metadata of a GGUF file: YaRN's attention factor.
 
     YaRN scales attention by a magnitude that grows with the logarithm of the context's scaling
-    factor. The file has `yarn_log_multiplier`, with which a second magnitude is computed, and the
-    usual magnitude is divided by the second.
+    factor. In this family that magnitude is divided by a second magnitude, which is computed with
+    the file's `yarn_log_multiplier`. The returned attention factor is the quotient.
     """
     weight = fields.optional_number(_MULTIPLIER_KEY)
     factor = fields.optional_number("rope.scaling.factor", low=1.0)

@@ -68,7 +68,10 @@ def mtp_program(spec: ModelSpec, num_tokens: int) -> Program:
 
 
 def _projected(spec: ModelSpec, x: str, norm_name: str) -> list[Op]:
-    """Return the operations that normalize an input and multiply it by its half of `eh_proj`."""
+    """Return the operations that normalize an input and multiply it by its half of `eh_proj`.
+
+    `eh_proj` projects two concatenated inputs: the embedding, and the hidden state.
+    """
     name = mtp_weight(spec, norm_name).removesuffix(".weight")
     return [
         norm(spec, f"{x}.normed", x, name),
@@ -83,5 +86,8 @@ def _projected(spec: ModelSpec, x: str, norm_name: str) -> list[Op]:
 
 
 def projection_half(norm_name: str) -> str:
-    """Return the name of the half of `eh_proj` that multiplies the output of a norm."""
+    """Return the weight name of the half of `eh_proj` that multiplies the output of a norm.
+
+    `norm_name` is "enorm" (of the embedding) or "hnorm" (of the hidden state).
+    """
     return f"eh_proj.{norm_name}"

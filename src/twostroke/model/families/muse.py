@@ -1,6 +1,7 @@
 """Muse Glimmer: gated attention, with a sliding window and RoPE in three of four layers.
 
-Embeddings and heads are normalized without weights. GGUF files have constant ones, for heads.
+Embeddings and heads are normalized without weights. GGUF files do have weights for the norms of
+heads; they are constant.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def muse_layer(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
 
 
 def gguf_values(fields: Fields) -> dict[str, Any]:
-    """Return changed metadata of a GGUF file without the factor of logits, read by `from_gguf`."""
+    """Return a replacement for metadata of a GGUF file: no logit scale; `from_gguf` reads it."""
     del fields
     return {"logit_scale": None}
 

@@ -59,9 +59,9 @@ _MAMBA_KEYS: Final = {
 
 
 def gguf_values(fields: Fields) -> dict[str, Any]:
-    """Return changed metadata of a GGUF file: one size for all layers, and no MTP layers.
+    """Return replacements for metadata of a GGUF file: one size for all layers, and no MTP layers.
 
-    Files may have the epsilon of norms under the key for norms with a mean.
+    If the file has no epsilon for RMSNorm, its epsilon for LayerNorm is used.
     """
     values = {key: gguf_only_value(fields, key) for key in (_KV_HEADS, _FFN_SIZES)}
     if not fields.has(_EPSILON):
@@ -88,15 +88,18 @@ def from_gguf(fields: Fields, spec: ModelSpec, *, has_experts: bool = False) -> 
 
 
 def config_values(fields: Fields) -> dict[str, Any]:
-    """Return changed values of a config.json: the number of layers, from their kinds."""
+    """Return a replacement for a value of a config.json: the number of layers.
+
+    It is the length of the file's list of layer kinds.
+    """
     return {"num_hidden_layers": len(_config_kinds(fields))}
 
 
 def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
     """Add the blocks of a Nemotron-H model to its spec, from a config.json.
 
-    transformers limits time steps of prompts, not of generated tokens, to `time_step_min`. Other
-    engines do not, and neither does this one.
+    transformers limits the time steps of prompts, not of generated tokens, to `time_step_min`.
+    Other engines do not, and neither does Twostroke.
     """
     for key, supported in (("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu")):
         fields.expect(key, supported)
@@ -120,7 +123,7 @@ def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
 def _with_blocks(
     fields: Fields, spec: ModelSpec, kinds: tuple[LayerKind, ...], experts: ExpertSpec | None
 ) -> ModelSpec:
-    """Return the spec with a kind of block for each layer."""
+    """Return the spec with the kind of each layer's block, and with its experts if it has any."""
     if LayerKind.RECURRENT not in kinds:
         fields.fault(f"has no Mamba-2 in any of its {counted_noun(len(kinds), 'layer')}")
     if LayerKind.EXPERTS in kinds and experts is None:
@@ -136,7 +139,11 @@ def _with_blocks(
 
 
 def _gguf_kinds(fields: Fields, num_layers: int, ffn_kind: LayerKind) -> tuple[LayerKind, ...]:
-    """Return the kind of each layer's block: layers with neither heads nor width are recurrent."""
+    """Return the kind of each layer's block, from a GGUF file's sizes of each layer.
+
+    A layer with neither key-value heads nor a feed-forward width is recurrent (Mamba-2). `ffn_kind`
+    is the kind of layers with a feed-forward width.
+    """
     kinds = []
     head_counts = _layer_numbers(fields, _KV_HEADS, num_layers)
     ffn_sizes = _layer_numbers(fields, _FFN_SIZES, num_layers)
@@ -149,7 +156,10 @@ def _gguf_kinds(fields: Fields, num_layers: int, ffn_kind: LayerKind) -> tuple[L
 
 
 def _layer_numbers(fields: Fields, key: str, num_layers: int) -> list[int]:
-    """Return a GGUF file's numbers of each layer; it may have further ones, of MTP layers."""
+    """Return the numbers of the first `num_layers` layers from a GGUF file's list at `key`.
+
+    The list may be longer: MTP layers follow.
+    """
     values = fields.value(key)
     if not isinstance(values, list) or len(values) < num_layers:
         numbers = counted_noun(num_layers, "number")
@@ -158,7 +168,10 @@ def _layer_numbers(fields: Fields, key: str, num_layers: int) -> list[int]:
 
 
 def _config_kinds(fields: Fields) -> tuple[LayerKind, ...]:
-    """Return the kind of each layer's block from a list, or from a text with a letter for each."""
+    """Return the kind of each layer's block, from a config.json.
+
+    The file has a list of names, or a string with a letter for each layer.
+    """
     for key in ("layers_block_type", "layer_types"):
         values = fields.value(key)
         if isinstance(values, list):

@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: Llama with norms after each part of a layer, and norms of queries and keys.
+"""OLMo 2 and 3: Llama with norms after attention and feed-forward, and with query-key norms.
 
 In OLMo 3, three of four layers have a sliding window and a plain RoPE. A RoPE scaling applies to
 the other layers. Sources: arXiv:2501.00656, 2512.13961.

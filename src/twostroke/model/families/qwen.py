@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def config_values(fields: Fields) -> dict[str, Any]:
-    """Return changed values of a Qwen 3 model's config.json, without `use_qk_norm`.
+    """Return a replacement for a value of a Qwen3 model's config.json: no `use_qk_norm`.
 
     All models have norms of queries and keys. Only some published files say so (Qwen3-Coder).
     """

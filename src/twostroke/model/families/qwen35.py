@@ -34,11 +34,11 @@ _SHARED_WIDTH: Final = "expert_shared_feed_forward_length"
 
 
 def gguf_values(fields: Fields) -> dict[str, Any]:
-    """Return changed metadata of a GGUF file, for the readers of all families.
+    """Return replacements for metadata of a GGUF file, for the readers that all families share.
 
-    Layers for multi-token prediction are left out. For text, RoPE with sections (M-RoPE) is plain
-    RoPE, because the positions of all sections are equal. Mixtures may have no width of a dense
-    feed-forward.
+    MTP layers are left out. RoPE with sections (M-RoPE) is read as plain RoPE: for text they are
+    equal, because the positions of all sections are equal. If a model with experts has no width of
+    a dense feed-forward, the experts' width takes its place.
     """
     values = without_mtp_layers(fields) | {"rope.dimension_sections": None}
     if not fields.has("feed_forward_length"):
@@ -51,7 +51,7 @@ def from_gguf(
 ) -> ModelSpec:
     """Add the delta rule of a Qwen model to its spec, and its experts, from a GGUF file.
 
-    `is_tiled`: in which order the file has the value heads; see `DeltaSpec`.
+    `is_tiled` is the order of the value heads in the file; see `DeltaSpec`.
     """
     num_heads = fields.integer("ssm.time_step_rank", MAX_WIDTH)
     width = fields.integer("ssm.inner_size", MAX_WIDTH)
@@ -77,7 +77,7 @@ def from_gguf(
 def from_config(fields: Fields, spec: ModelSpec, *, has_experts: bool = False) -> ModelSpec:
     """Add the delta rule of a Qwen model to its spec, and its experts, from a config.json.
 
-    Norms have weights to which one is added, except the norm after the delta rule.
+    All norms add 1 to their weights, except the norm after the delta rule.
     """
     fields.expect("attention_bias", False)  # noqa: FBT003 - the only value
     fields.expect("attn_output_gate", True)  # noqa: FBT003 - the only value
@@ -98,7 +98,7 @@ def from_config(fields: Fields, spec: ModelSpec, *, has_experts: bool = False) -
 
 
 def _with_delta(fields: Fields, spec: ModelSpec, delta: DeltaSpec) -> ModelSpec:
-    """Return the spec with the delta rule, whose sizes are checked."""
+    """Return the spec with the delta rule; raise ModelFormatError if its sizes do not fit."""
     if delta.num_value_heads % delta.num_key_heads:
         fields.fault(
             f"has {counted_noun(delta.num_value_heads, 'value head')}, not a multiple of its "
@@ -111,7 +111,7 @@ def _with_delta(fields: Fields, spec: ModelSpec, delta: DeltaSpec) -> ModelSpec:
 def _gguf_attends(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     """Return which layers of a GGUF file have attention.
 
-    The file's list, if there is one, also has the layers for multi-token prediction.
+    If the file has a list of layers, MTP layers are at its end, and left out.
     """
     key = "attention.recurrent_layers"
     if not fields.has(key):

@@ -1,4 +1,4 @@
-"""Blocks with recurrent states: short convolutions, Mamba-2, the delta rule by channels."""
+"""Blocks with recurrent states: short convolutions, Mamba-2, the per-channel delta rule."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 def short_convolution(spec: ModelSpec, layer: int, x: str, output: str) -> list[Op]:
-    """Return the operations of a gated short convolution (LFM2), which reads `x`.
+    """Return the operations of a gated short convolution (LFM2), from `x` to `output`.
 
-    With the products b, c and v of x, the block is `out_proj(c * convolution(b * v))`.
+    `x` is projected to b, c and v. The block's output is `out_proj(c * convolution(b * v))`.
     """
     assert spec.convolution is not None
     name, hidden = f"blk.{layer}.shortconv", spec.hidden_size
@@ -153,9 +153,10 @@ def channel_delta_rule(spec: ModelSpec, layer: int, x: str, output: str) -> list
 
 
 def _channel_projections(spec: ModelSpec, layer: int, x: str) -> list[Op]:
-    """Return the operations that compute the inputs of a delta rule with decays of channels.
+    """Return the operations that compute the inputs of a delta rule with per-channel decays.
 
-    Queries, keys and values are joined. Decays and gates are products of two matrices each.
+    Queries, keys and values are concatenated. Decays and gates are low-rank: products of two
+    matrices.
     """
     assert spec.delta is not None
     name, hidden, sizes = f"blk.{layer}", spec.hidden_size, spec.delta

@@ -94,8 +94,8 @@ def config_rope(
     """Read RoPE and the longest context length that it allows from a config.json.
 
     The key is `rope_parameters` (transformers 5), which may hold an object for each type of layer;
-    `layer_type` selects one. Older files have `rope_theta` and `rope_scaling`. `share_key` is the
-    key for the share of each head that is rotated, if the family has such a key.
+    `layer_type` selects the object. Older files have `rope_theta` and `rope_scaling`. `share_key`
+    is the family's key for the rotated fraction of each head, if it has such a key.
     """
     part = fields.part("rope_scaling") or fields.part("rope_parameters")
     if part is not None and {"full_attention", "sliding_attention"} & part.values.keys():
@@ -144,7 +144,10 @@ def _linear(plain: RopeSpec, factor: float) -> RopeSpec:
 
 
 def _proportional(plain: RopeSpec, part: Fields) -> RopeSpec:
-    """Return a RoPE that rotates only the pairs with the highest frequencies; others stay."""
+    """Return a RoPE that rotates only the pairs with the highest frequencies.
+
+    The other pairs have an angle of 0.
+    """
     share = part.number("partial_rotary_factor", high=1.0, default=1.0)
     factor, count = part.number("factor", low=1.0, default=1.0), int(share * plain.dim // 2)
     rotating = [frequency / factor for frequency in plain.frequencies[:count]]
@@ -153,7 +156,10 @@ def _proportional(plain: RopeSpec, part: Fields) -> RopeSpec:
 
 
 def _divided(plain: RopeSpec, divisors: Sequence[float], magnitude: float = 1.0) -> RopeSpec:
-    """Return a RoPE in which the frequency of each pair is divided by the pair's divisor."""
+    """Return a RoPE in which the frequency of each pair is divided by the pair's divisor.
+
+    `magnitude` multiplies sine and cosine.
+    """
     pairs = zip(plain.frequencies, divisors, strict=True)
     scaled = tuple(
         [
@@ -167,9 +173,9 @@ def _divided(plain: RopeSpec, divisors: Sequence[float], magnitude: float = 1.0)
 def _llama3(plain: RopeSpec, part: Fields, original: int) -> RopeSpec:
     """Return a RoPE extended by Llama 3.1's rule: low frequencies are divided by a factor.
 
-    High frequencies stay, and between them the rule blends. A frequency is high if its pair makes
-    at least `high_freq_factor` turns within the `original` context, and low if it makes at most
-    `low_freq_factor` turns. If both are equal (Llama 4 Scout), nothing is between them.
+    High frequencies stay, and the frequencies between are blended. A frequency is high if its pair
+    makes at least `high_freq_factor` turns within the `original` context, and low if it makes at
+    most `low_freq_factor` turns. If both are equal (Llama 4 Scout), nothing is blended.
     """
     low, high = part.number("low_freq_factor"), part.number("high_freq_factor")
     factor = part.number("factor", low=1.0)
@@ -189,7 +195,7 @@ def _llama3(plain: RopeSpec, part: Fields, original: int) -> RopeSpec:
 def _longrope(plain: RopeSpec, part: Fields, original: int, context: int) -> RopeAndContext:
     """Return a RoPE with LongRoPE's factors for short contexts (arXiv:2402.13753).
 
-    Returns (RoPE, original context length, up to which these factors hold).
+    Also returns the context length up to which these factors hold: the original length.
     """
     factor = part.number("factor", low=1.0, default=max(1.0, context / original))
     magnitude = part.optional_number("attention_factor")
@@ -202,9 +208,10 @@ def _longrope(plain: RopeSpec, part: Fields, original: int, context: int) -> Rop
 class _Yarn(Frozen):
     """YaRN's rule for extending the context of a RoPE (arXiv:2309.00071).
 
-    It divides low frequencies by `factor`, keeps high ones, and blends between. The blend goes from
-    the pair that makes `beta_fast` turns within `original` tokens to the pair that makes
-    `beta_slow` turns. `truncate` rounds these ends outward to whole pairs.
+    It divides low frequencies by `factor`, keeps high frequencies, and blends between them. The
+    blended pairs begin at the pair that makes `beta_fast` turns within `original` tokens, and end
+    at the pair that makes `beta_slow` turns. `truncate` rounds both ends outward to whole pairs.
+    `magnitude` multiplies sine and cosine.
     """
 
     factor: float
@@ -217,11 +224,14 @@ class _Yarn(Frozen):
     def scale(self, plain: RopeSpec, context: int) -> RopeAndContext:
         """Return a RoPE extended by YaRN, and the context length that it allows.
 
-        `context` is the length in the file, often the original one.
+        `context` is the context length in the file, often the length before the extension.
         """
 
         def pair_of(turns: float) -> float:
-            """Return the pair of values that makes `turns` turns in the original context."""
+            """Return the index (a fraction) of the RoPE pair that makes `turns` turns.
+
+            The turns are counted within the context length before the extension.
+            """
             ratio = self.original / (turns * 2 * math.pi)
             return plain.dim * math.log(ratio) / (2 * math.log(plain.base))
 
@@ -260,7 +270,10 @@ def _config_yarn(part: Fields, original: int, context: int) -> _Yarn:
 
 
 def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
-    """Return YaRN's recommended factor of rotated values for a context extended by `factor`."""
+    """Return the factor of rotated values that YaRN recommends for a context extended by `factor`.
+
+    `weight` is the `mscale` of model files.
+    """
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

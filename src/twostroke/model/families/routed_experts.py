@@ -70,7 +70,8 @@ def config_routed_experts(
     """Read a config.json's mixture of experts with a router like DeepSeek's; None without one.
 
     Layers before `first` have no experts. With `has_groups`, experts are chosen from the best
-    groups. Families have different names for the numbers of experts and for the factor of shares.
+    groups. Families have different keys for the numbers of experts and for the routing scale; all
+    of these keys are tried.
     """
     count_key = _first_key(fields, "n_routed_experts", "num_experts", "num_local_experts")
     count = fields.integer(count_key, max_experts(spec))
@@ -123,7 +124,7 @@ def max_experts(spec: ModelSpec) -> int:
 
 
 def _first_key(fields: Fields, *keys: str) -> str:
-    """Return the first of these keys that the file has; the first of all if it has none."""
+    """Return the first of these keys that the file has; the very first if it has none."""
     return next((key for key in keys if fields.has(key)), keys[0])
 
 

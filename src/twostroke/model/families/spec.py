@@ -12,11 +12,11 @@ from twostroke.model.program import Activation
 class RopeSpec(Frozen):
     """The rotary position embedding (RoPE) of a model (arXiv:2104.09864).
 
-    `dim` of a head's values are rotated. `interleaved` pairs neighbours (2i, 2i+1), as GGUF stores
-    the Llama family; otherwise value i is paired with i + dim/2. A context extension has its own
-    frequencies for the `dim // 2` pairs, and a `magnitude` that multiplies sine and cosine. Queries
-    have an attention temperature if `temperature_scale` is not 0; see `ops.QueryRope`, whose fields
-    have the same names.
+    `dim` of a head's values are rotated. `interleaved`: neighbouring values (2i, 2i+1) are rotated
+    as pairs, as GGUF stores the Llama family; otherwise value i is paired with i + dim/2. A context
+    extension sets `scaled_frequencies` for the `dim // 2` pairs, and a `magnitude` that multiplies
+    sine and cosine. Queries have an attention temperature if `temperature_scale` is not 0; see
+    `ops.QueryRope`, whose fields have the same names.
     """
 
     base: float
@@ -37,11 +37,12 @@ class RopeSpec(Frozen):
 
 
 class WindowSpec(Frozen):
-    """The sliding window of a model's attention: some layers read only the last `size` positions.
+    """The sliding window of attention: some layers attend only to the last `size` positions.
 
-    The row's own position counts. `slides[i]` tells whether layer i has the window. `rope`,
-    `num_kv_heads` and `head_dim` are for layers with the window; None means the model's values.
-    If it `is_chunked`, a row sees the positions of its own chunk of `size` (see `ops.Attention`).
+    The token's own position counts. `slides[i]` tells whether layer i has the window. `rope`,
+    `num_kv_heads` and `head_dim` are for layers with the window; None means the model's values. If
+    it `is_chunked`, a token attends to the positions of its own chunk of `size` instead (see
+    `ops.Attention`).
     """
 
     size: int
@@ -62,10 +63,10 @@ class LayerKind(Enum):
 
 
 class RoutingSpec(Frozen):
-    """How a model's router chooses experts, if not by plain softmax.
+    """How a model's router chooses experts, if it is more than a plain softmax.
 
     The fields have the meanings of `program.ops.Route`; see arXiv:2405.04434, 2412.19437. With
-    `has_bias` each layer has a bias for the choice.
+    `has_bias` each layer has a bias per expert, which affects only the choice of experts.
     """
 
     scale: float = 1.0
@@ -79,16 +80,18 @@ class RoutingSpec(Frozen):
 class ExpertSpec(Frozen):
     """A model's mixture of experts, which replaces each layer's feed-forward (arXiv:2401.04088).
 
-    A row uses `num_used` of `count` experts, each `ffn_size` wide; `normalize` divides the shares
-    of the used experts by their sum. Every row also uses a shared expert `shared_size` wide, if
-    that is not 0. Layers before `first_layer` have a dense feed-forward instead, and if there are
-    `layers`, so does layer i unless `layers[i]`. With
-    `adds_dense_ffn`, layers have both, and their outputs are added (Gemma 4). With `gates_shared`
-    the shared expert's output is multiplied by the sigmoid of one gate for each row (Qwen). With
-    `has_biases` the router and the three matrices of each expert have a bias (gpt-oss). If
-    `latent_size` is not 0, routed experts read and write vectors of this width, between two
-    products that all of them share (Nemotron 3). With `scales_inputs` the share of an expert
-    multiplies its input; see `ops.MixtureOfExperts` (Llama 4).
+    A token uses `num_used` of `count` experts, each `ffn_size` wide. `normalize` divides the
+    routing weights of the used experts by their sum. Every token also uses a shared expert
+    `shared_size` wide, if that is not 0. Layers before `first_layer` have a dense feed-forward
+    instead of experts, and so does layer i if there are `layers` and `layers[i]` is false.
+
+    With `adds_dense_ffn`, layers have both, and their outputs are added (Gemma 4). With
+    `gates_shared` the shared expert's output is multiplied by the sigmoid of one gate for each
+    token (Qwen). With `has_biases` the router and the three matrices of each expert have a bias
+    (gpt-oss). If `latent_size` is not 0, all routed experts share a projection to vectors of this
+    width, which they read, and one from the vectors that they write (Nemotron 3). With
+    `scales_inputs` the routing weight of an expert multiplies its input, not its output; see
+    `ops.MixtureOfExperts` (Llama 4).
     """
 
     count: int
@@ -109,9 +112,10 @@ class ExpertSpec(Frozen):
 class LatentSpec(Frozen):
     """The sizes of latent attention (arXiv:2405.04434).
 
-    A token stores one vector of `rank + rotated` values for all heads. A head's keys are `key` wide
-    without their rotated part, its values `value`. Queries are computed from vectors of
-    `query_rank` values, or in one product if that is 0.
+    A token stores one vector of `rank + rotated` values for all heads: the latent vector and the
+    rotary key. In each head, the keys without their rotary part are `key` wide, and the values are
+    `value` wide. Queries are computed from vectors of `query_rank` values; if that is 0, by one
+    product.
     """
 
     rank: int
@@ -126,10 +130,10 @@ class DeltaSpec(Frozen):
 
     `attends[i]` tells whether layer i has attention; other layers keep a recurrent state. A layer
     has `num_key_heads` heads of queries and keys, `key_dim` wide, and `num_value_heads` heads of
-    values, `value_dim` wide. Before the rule, a convolution over `kernel` rows mixes queries, keys
-    and values. `is_tiled`: which key head a value head uses; see `ops.GatedDeltaRule`. If it
-    `gates_channels` (Kimi Linear), each channel of the keys has a decay, which is computed through
-    vectors of `gate_rank` values, as the output's gate is.
+    values, `value_dim` wide. Before the rule, a convolution over `kernel` tokens mixes queries,
+    keys and values. `is_tiled` tells which key head a value head uses; see `ops.GatedDeltaRule`. If
+    it `gates_channels` (Kimi Linear), each channel of the keys has a decay. The decays and the gate
+    of the output are then low-rank projections, through vectors of `gate_rank` values.
     """
 
     attends: tuple[bool, ...]
@@ -144,7 +148,7 @@ class DeltaSpec(Frozen):
 
     @property
     def width(self) -> int:
-        """The number of values in a row of all value heads."""
+        """The number of values of all value heads of a token together."""
         return self.num_value_heads * self.value_dim
 
 
@@ -163,10 +167,10 @@ class ConvolutionSpec(Frozen):
 class Mamba2Spec(Frozen):
     """Layers with Mamba-2 in place of attention (arXiv:2405.21060).
 
-    `attends[i]` tells whether layer i has attention. `ops.Mamba2` explains the other sizes.
-    Before it, a convolution over `kernel` rows mixes values, keys and queries, with biases if
+    `attends[i]` tells whether layer i has attention. `ops.Mamba2` explains the other sizes. Before
+    Mamba-2, a convolution over `kernel` tokens mixes values, keys and queries, with biases if
     `has_convolution_bias`. After it, the output is multiplied by a gate, and each group of heads is
-    normalized, with `norm_epsilon`. With `has_bias` the products before and after have biases.
+    normalized, with `norm_epsilon`. With `has_bias` the input and output projections have biases.
     """
 
     attends: tuple[bool, ...]
@@ -183,20 +187,20 @@ class Mamba2Spec(Frozen):
 
     @property
     def width(self) -> int:
-        """The number of values in a row of all heads."""
+        """The number of values of all heads of a token together."""
         return self.num_heads * self.head_dim
 
     @property
     def mixed_width(self) -> int:
-        """The number of values, keys and queries in a row."""
+        """The width of a token's values, keys and queries together, which the convolution mixes."""
         return self.width + 2 * self.num_groups * self.state_size
 
 
 class SharedKvSpec(Frozen):
-    """Which layers read an earlier layer's keys and values: the last `count` layers of a model.
+    """The last `count` layers of a model read keys and values of earlier layers (arXiv:2405.12981).
 
-    Each reads from the last earlier layer with the same kind of attention (with or without a
-    window). The feed-forward of these layers is `ffn_size` wide. See arXiv:2405.12981.
+    Each reads from the last earlier layer that computes keys and values with the same kind of
+    attention (with or without a window). The feed-forward of these layers is `ffn_size` wide.
     """
 
     count: int
@@ -207,30 +211,33 @@ class ModelSpec(Frozen):
     """The sizes and constants of a model, from which `families` builds its `Program`.
 
     `architecture` is the key into `families.ARCHITECTURES` ("llama"). Sizes are counts of values;
-    `context_length` is in tokens. `norm_offset` is added to the weights of norms. `attention_scale`
-    multiplies scores; None means 1 / sqrt(head_dim). `embedding_scale` multiplies embeddings, if it
-    is not None, and `logit_scale` multiplies logits before their soft cap. With `latent` attention
-    there is one key-value head of `latent.rank + latent.rotated` values.
+    `context_length` is in tokens. `norm_offset` is added to the weights of norms, but to the weight
+    of the last norm only with `offsets_last_norm`. `attention_scale` multiplies scores; None means
+    1 / sqrt(head_dim). `embedding_scale` multiplies embeddings, if it is not None, and
+    `logit_scale` multiplies logits before their soft cap. With `latent` attention there is one
+    key-value head of `latent.rank + latent.rotated` values. Layers with the gated delta rule are
+    described by `delta`, layers with short convolutions by `convolution`, layers with Mamba-2 by
+    `mamba`.
 
-    Gemma 4 has `layer_inputs`: the width of the vector that each token has for each layer. With
-    `layer_factors` a layer's output is multiplied by a learned number. Where `keys_give_values`,
-    layers without a window use one matrix for keys and values. With `norms_values` each head of
-    values is normalized, without a weight. With `norms_heads` queries and keys are normalized by
-    head, with weights, in families where only some models do so (`may_norm_heads`). Layers with the
-    gated delta rule are described by `delta`, layers with short convolutions by `convolution`,
-    layers with Mamba-2 by `mamba`. With `gates_attention` the output of attention is multiplied by
-    the sigmoid of a gate for each value. With `has_sinks` each query head has a sink
+    Gemma 4 has `layer_inputs`: the width of the additional input vector that each token has for
+    each layer. With `layer_factors` a layer's output is multiplied by a learned number. Where
+    `keys_give_values`, layers without a window use one matrix for keys and values. With
+    `norms_values` each head of values is normalized, without a weight. With `norms_heads` queries
+    and keys are normalized by head, with weights; it is set in families where only some models do
+    so (`may_norm_heads`). With `gates_attention` the output of attention is multiplied by the
+    sigmoid of a gate for each value. With `has_sinks` each query head has an attention sink
     (`ops.Attention`).
 
-    Usually a layer has two blocks: attention or a recurrent block, and a feed-forward or experts.
-    If there are `layer_kinds`, layer i has only a block of the kind `layer_kinds[i]`. Feed-forwards
-    and experts have no gates unless `gates_ffn`: each value is then its own gate.
+    Usually a layer has two blocks: attention or a recurrent block, then a feed-forward or experts.
+    If there are `layer_kinds`, layer i has only a block of the kind `layer_kinds[i]`. If not
+    `gates_ffn`, feed-forwards and experts have no gate projection, and the up projection is also
+    the gate.
 
     `rotates[i]` tells whether layer i has a RoPE; other layers do not know positions. None: all
-    layers have one. If queries of the other layers have an attention temperature, it is in
+    layers have a RoPE. If queries of layers without RoPE have an attention temperature, it is in
     `unrotated_rope`, whose angles are 0. With `norms_embedding` embeddings are normalized, without
-    a weight. Norms after the parts of layers have `post_norm_epsilon`, if it is not None.
-    `norm_offset` is not added to the weight of the last norm unless `offsets_last_norm`.
+    a weight. Norms after attention and after the feed-forward have `post_norm_epsilon`, if it is
+    not None.
     """
 
     architecture: str
@@ -293,7 +300,7 @@ class ModelSpec(Frozen):
         return tuple(layer for layer, has_attention in enumerate(attends) if not has_attention)
 
     def state_layer_of(self, layer: int) -> int:
-        """Return the number of a layer among the layers that keep a recurrent state."""
+        """Return the index of a layer when only layers with a recurrent state are counted."""
         return sum(number < layer for number in self.recurrent_layers)
 
     def window_of(self, layer: int) -> WindowSpec | None:
@@ -301,7 +308,7 @@ class ModelSpec(Frozen):
         return self.window if self.window is not None and self.window.slides[layer] else None
 
     def rope_of(self, layer: int) -> RopeSpec:
-        """Return the RoPE of a layer; a layer without RoPE rotates one pair by an angle of 0."""
+        """Return the RoPE of a layer; the RoPE of a layer without one has an angle of 0."""
         if self.rotates is not None and not self.rotates[layer]:
             plain = RopeSpec(self.rope.base, 2, self.rope.interleaved, scaled_frequencies=(0.0,))
             return self.unrotated_rope or plain
@@ -330,7 +337,7 @@ class ModelSpec(Frozen):
         return max(i for i in range(first) if (self.window_of(i) is not None) == slides)
 
     def cache_layer_of(self, layer: int) -> int:
-        """Return the number of a layer's keys and values among the layers that store them."""
+        """Return a layer's index in the KV cache, which counts only layers with attention."""
         return layer if self.attends is None else sum(self.attends[:layer])
 
     def ffn_size_of(self, layer: int) -> int:
