@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 class Projection(Frozen):
     """How an attention layer computes its queries or keys: by a matrix product or a norm.
 
-    It names the weights of the operation before the attention. For a product, `weight` is the
-    matrix (width, in_width), and `input_norm` is the weight of the norm before the product. For a
-    norm, of each head or of the row, `weight` has its factors, to which `offset` is added.
+    It names the weights of the operation whose output the attention reads. If that is a product,
+    `weight` is the matrix (width, in_width), and `input_norm` is the weight of the norm before the
+    product. If it is a norm, of each head or of the row, `weight` has the norm's factors, to which
+    `offset` is added.
     """
 
     weight: str
@@ -39,9 +40,9 @@ class QkProjections(Frozen):
     """How an attention layer computes its queries and keys before RoPE rotates them.
 
     From the weights of these projections, backends estimate how large the keys are in each channel,
-    and choose the scales of KV formats of few bits, such as int8. `first` is the index of this
-    part's first value among all keys of the layer. In latent attention, `keys` computes the rotated
-    part of the keys, and `latents` the rest.
+    and choose the scales of KV formats of few bits, such as int8. If a rank computes only some
+    heads, `first` is the index of its first key value among all keys of the layer. In latent
+    attention, `keys` computes the rotary part of the keys, and `latents` the rest.
     """
 
     queries: Projection
@@ -145,7 +146,7 @@ class Attention(Operation):
         return kv_first, kv_end if first < end else kv_first
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
-        """Yield the cost of attention: two products over each row's context, and cache traffic."""
+        """Yield the cost of attention: two products over each row's context, and KV traffic."""
         del weight_bytes
         flops = 4 * self.num_heads * self.head_dim
         yield EachAttended(self.window, self.is_chunked), Cost(flops)
@@ -161,7 +162,7 @@ class Attention(Operation):
 
     @property
     def stores(self) -> Mapping[int, CacheLayer]:
-        """Return the KV cache layer that this attention writes, by its number."""
+        """Return the shape of the KV cache layer that this attention writes, by layer number."""
         return {self.layer: self.cache_layer}
 
     def with_layers(self, new_layers: Mapping[int, int]) -> Self:
@@ -170,7 +171,7 @@ class Attention(Operation):
 
     @property
     def label(self) -> str:
-        """Return the name in profiles: "attention", with the window if the layer has one."""
+        """Return the name in profiles: "attention", followed by the window if there is one."""
         if self.is_chunked:
             return f"attention(chunks of {self.window})"
         return "attention" if self.window is None else f"attention({self.window})"
@@ -205,9 +206,9 @@ class Rope(Operation):
 
     The angle of pair i is the position times `inverse_frequencies[i]`.
 
-    Pair i is (2i, 2i + 1) when `interleaved`, else (i, i + len(inverse_frequencies)); values after
-    the pairs stay as they are (arXiv:2104.09864). Every RoPE scaling is a choice of frequencies,
-    and of `magnitude`, which multiplies sine and cosine (YaRN, arXiv:2309.00071).
+    Pair i is (2i, 2i + 1) when `interleaved`, else (i, i + len(inverse_frequencies)). Values after
+    the pairs are not rotated (arXiv:2104.09864). Every RoPE scaling is a choice of frequencies, and
+    of `magnitude`, which multiplies sine and cosine (YaRN, arXiv:2309.00071).
     """
 
     x: str
@@ -253,5 +254,5 @@ class QueryRope(Rope):
 
     @property
     def label(self) -> str:
-        """Return the name in profiles, which all rotations share."""
+        """Return the name in profiles, which is the same for all rotations."""
         return "rope"

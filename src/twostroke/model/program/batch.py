@@ -72,8 +72,8 @@ class BatchShape(Frozen, dict=True):
     def part(self, index: int, count: int) -> BatchShape:
         """Return the rows of this step that one rank of a context parallel group computes.
 
-        `index` is the rank's row part, of `count` equal ones (see `RowParts`). All logits are
-        counted.
+        The step is cut into `count` equal row parts (see `RowParts`); the rank has part `index`.
+        The result's `num_sampled` is still the number for the whole step.
         """
         first, end = self.num_rows * index // count, self.num_rows * (index + 1) // count
         starts = []
@@ -90,10 +90,10 @@ class BatchShape(Frozen, dict=True):
 
     @cached_property
     def logits_rows(self) -> BatchShape:
-        """Return the shape of only the rows with logits, whose positions are assumed.
+        """Return the shape of only the rows with logits; their positions are an assumption.
 
-        The shape counts these rows but does not know which they are. The last row of each request
-        is assumed first, then earlier rows.
+        A batch shape counts the rows with logits, but does not know which rows they are. This
+        method assumes the last row of each request first, then earlier rows.
         """
         if self.num_sampled >= self.num_rows:
             return self
@@ -115,10 +115,7 @@ class BatchShape(Frozen, dict=True):
 
     @property
     def whole_step(self) -> BatchShape:
-        """Return the shape of the whole step, if this is the shape of one rank's row part.
-
-        Otherwise return this shape.
-        """
+        """Return the shape from which `part` took this shape, or this shape if it is no part."""
         return self if self.step is None else self.step
 
     @property
@@ -127,9 +124,10 @@ class BatchShape(Frozen, dict=True):
         return zip(self.starts, self.counts, strict=True)
 
     def num_attended(self, window: int | None = None, *, is_chunked: bool = False) -> int:
-        """Count the (row, position) pairs of attention, at most `window` positions for each row.
+        """Count the (row, position) pairs that attention computes.
 
-        `is_chunked`: whether rows see the positions of their own chunk only (see `Attention`).
+        A row attends to at most `window` positions; None: to all up to its own. `is_chunked`:
+        whether rows attend to the positions of their own chunk only (see `Attention`).
         """
         if window is None and self.num_rows == len(self.starts):
             return self.num_context()
@@ -160,7 +158,8 @@ class BatchShape(Frozen, dict=True):
     def num_kv_splits(self, window: int | None = None, *, is_chunked: bool = False) -> int:
         """Count the KV splits that attention reads, summed over all requests.
 
-        A KV split is `KV_SPLIT_TOKENS` tokens of a request, stored on one rank of several.
+        A KV split is `KV_SPLIT_TOKENS` consecutive tokens of a request, whose keys and values one
+        rank stores.
         """
         first_positions = [
             0 if window is None else max(0, first_seen(start, window, is_chunked=is_chunked))
@@ -171,7 +170,7 @@ class BatchShape(Frozen, dict=True):
         return sum([-(-end // KV_SPLIT_TOKENS) - start // KV_SPLIT_TOKENS for start, end in pairs])
 
     def num_partial_attentions(self, window: int | None = None, *, is_chunked: bool = False) -> int:
-        """Count the pairs of a row and a KV split that the row attends to, in the whole batch."""
+        """Count the pairs of a row and a KV split to which the row attends, in the batch."""
         num_pairs = self.num_rows + sum(
             [_splits_before(start, start + count) for start, count in self.spans]
         )
@@ -255,7 +254,7 @@ def _attended_in_chunks(start: int, count: int, window: int) -> int:
 
 
 def _splits_before(start: int, end: int) -> int:
-    """Return the sum, over positions `start` to `end`, of the complete KV splits before each."""
+    """Sum up, over positions from `start` to before `end`, the complete KV splits before each."""
     return _splits_before_all(max(0, end)) - _splits_before_all(max(0, start))
 
 

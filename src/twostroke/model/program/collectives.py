@@ -27,13 +27,12 @@ _VALUE_BYTES = 4  # values are sent as float32
 
 
 class AllGather(Operation):
-    """Collective: concatenates the parts of a value that ranks hold to the whole value `output`.
+    """Collective: concatenates the parts of a value that ranks hold, to the undivided `output`.
 
     `x` is this rank's part. `team` lists the ranks in the order of their parts; this rank is
     `team[team_index]`. A rank whose part is empty has no `x`. All ranks of the team give the output
     the same name. With a `root` only that rank receives the result, and no operation reads the
-    output on other ranks; a value with a root has one row for each sampled row, since it is the
-    logits.
+    output on other ranks. Only the logits have a root; they have one row for each sampled row.
     """
 
     x: str | None
@@ -48,7 +47,7 @@ class AllGather(Operation):
 
     @property
     def exchange_name(self) -> str:
-        """Return the name by which the team's ranks find each other's parts: the output's name."""
+        """Return the name by which the ranks of the team match their parts: the output's name."""
         return self.output
 
     @property
@@ -75,7 +74,7 @@ class AllGather(Operation):
 
 
 class TakeColumns(Operation):
-    """Operation: `output` is `width` columns of `x`, from column `first` on."""
+    """Operation: `output` is `width` columns of `x`, beginning at column `first`."""
 
     x: str
     width: int
@@ -89,7 +88,7 @@ class TakeColumns(Operation):
 class Send(Operation):
     """Operation: sends the value `x` to rank `to`, which is in the next pipeline stage.
 
-    An operation must have an output, but nothing reads this one.
+    It has an output name only because every operation must have one; nothing reads it.
     """
 
     x: str
@@ -129,12 +128,12 @@ class AllReduce(Operation):
 
     @property
     def exchange_name(self) -> str:
-        """Return the name by which the team's ranks find each other's terms: the output's name."""
+        """Return the name by which the ranks of the team match their terms: the output's name."""
         return self.output
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Return the name of this rank's term; empty if the rank has none."""
+        """Return the name of the term that this rank adds; empty if it has none."""
         return () if self.x is None else (self.x,)
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
@@ -149,7 +148,8 @@ def _exchange(
 ) -> Work:
     """Yield the cost terms of an exchange between ranks: its bytes, and one wait.
 
-    `sent`, `received`: float32 values for each row.
+    `sent`, `received`: how many float32 values are sent and received for each counted row.
+    `row_count` counts rows, `step_count` waits.
     """
     sent_bytes, received_bytes = round(_VALUE_BYTES * sent), round(_VALUE_BYTES * received)
     yield row_count, Cost(0, sent_bytes=sent_bytes, received_bytes=received_bytes)

@@ -65,7 +65,11 @@ class CostModel(Frozen):
         return self._of(self.work(op)).of(batch)
 
     def work(self, op: Op) -> Work:
-        """Yield an operation's cost terms: each a cost, and the count that multiplies it."""
+        """Yield the terms of an operation's cost: (count, cost) pairs.
+
+        `count` is a function of the batch, such as its number of rows; the cost is multiplied by
+        it.
+        """
         only_logits_rows = self.stops_rows and op.output in self.program.logits_only_outputs
         for count, cost in op.work(self.weight_bytes, self.cache):
             if only_logits_rows and isinstance(count, EachCached):  # all rows still store
@@ -77,7 +81,7 @@ class CostModel(Frozen):
     def per_step(self) -> StepCost:
         """Return the cost of a step as a function of its batch, prepared for fast evaluation.
 
-        Operations whose costs grow with the same count of the batch are added up.
+        Costs of operations that are multiplied by the same count are added up once, here.
         """
         terms: dict[Count, Cost] = {}
         for op in self.program.ops:
@@ -90,9 +94,9 @@ class CostModel(Frozen):
 
 
 class WeightStorage(Frozen):
-    """A way to store a model's layer matrices: bits for each weight, and arithmetic of products.
+    """How a model's layer matrices are stored and multiplied: bits per weight, and arithmetic.
 
-    `twostroke plan` compares these ways (`WEIGHTS`). Weights outside of layer matrices have 16
+    `twostroke plan` compares such storages (`WEIGHTS`). Weights outside of layer matrices have 16
     bits.
     """
 

@@ -1,4 +1,4 @@
-"""Mixture of experts: one operation, and the two operations into which ranks divide it."""
+"""Mixture of experts: one operation, which ranks replace by two operations."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class Expert(Frozen):
     """The names of an expert's matrices: gate, up (ffn_width, width), down (width, ffn_width).
 
-    Each matrix may have a bias, which is added to its products. An expert without a gate has the
-    same matrix for gate and up, so that the values of up are their own gates.
+    Each matrix may have a bias, which is added to its products. An expert without a gate projection
+    names the same matrix as gate and up.
     """
 
     gate: str
@@ -61,11 +61,12 @@ class MixtureOfExperts(Operation):
     `output = sum over chosen experts e of share[e] * down_e(activation(gate_e x) * up_e x)`, where
     products include the bias of their matrix if there is one.
 
-    `scores` names the router's logits, one for each expert. The shares are their softmax; each row
-    chooses the `num_used` experts with the largest shares (of equal ones the first), and with
-    `normalize` the chosen shares are divided by their sum (arXiv:2401.04088). Terms are added in
-    the order of the choice. If `are_shares`, the scores come from a `Route` operation and are
-    shares already: the experts with the largest are chosen, and their shares are used unchanged.
+    `scores` names the router's logits, one for each expert. The shares (routing weights) are their
+    softmax. Each row chooses the `num_used` experts with the largest shares; of equal shares, the
+    first. With `normalize` the chosen shares are divided by their sum (arXiv:2401.04088). Terms are
+    added in the order of the choice. If `are_shares`, the scores come from a `Route` operation and
+    are shares already: the experts with the largest shares are chosen, and their shares are used
+    unchanged.
 
     With `scales_inputs` (Llama 4) the share of a chosen expert is the sigmoid of its logit, and
     multiplies the input of the expert: `output = sum over chosen experts e of e(share[e] * x)`.
@@ -99,7 +100,7 @@ class MixtureOfExperts(Operation):
 
     @property
     def steps(self) -> tuple[Operation, ...]:
-        """Return the two operations that ranks divide: the experts' outputs, and their sum."""
+        """Return the two operations that ranks can divide: the experts' outputs, and their sum."""
         terms = f"{self.output}.terms"
         return (
             ExpertTerms(
@@ -132,9 +133,9 @@ class ExpertTerms(Operation):
     """The outputs of a row's chosen experts, before `SumTerms` adds them; a rank has some experts.
 
     For each row and each of its chosen experts, in the order of the choice, `output` has
-    `down_e(activation(gate_e x) * up_e x)`: `num_used` outputs of `hidden` values. This rank has
-    `experts`, which have the numbers from `first_expert` on, of `num_experts`; the terms of other
-    ranks' experts are undefined. Fields that `MixtureOfExperts` also has mean the same.
+    `down_e(activation(gate_e x) * up_e x)`: `num_used` outputs of `hidden` values. Of the model's
+    `num_experts`, this rank has `experts`, numbered from `first_expert` on; the outputs of experts
+    on other ranks are undefined. Fields that `MixtureOfExperts` also has mean the same.
     """
 
     x: str
@@ -177,7 +178,7 @@ class ExpertTerms(Operation):
 
     @property
     def length(self) -> int:
-        """Return the number of experts: the units by which ranks divide this operation."""
+        """Return the number of experts; they are the units that ranks divide."""
         return len(self.experts)
 
     def part(self, first: int, end: int) -> Self:
@@ -216,14 +217,15 @@ class SumTerms(Operation):
 class Route(Operation):
     """Router of a mixture of experts: gives a row's chosen experts their weights.
 
-    `output[e]` is the share of expert e if a row chooses it, else -1 (arXiv:2412.19437).
+    `output[e]` is the share (routing weight) of expert e if a row chooses it, else -1
+    (arXiv:2412.19437).
 
     Scores are the softmax of x, or its sigmoid if `is_sigmoid`. Experts are ranked by score plus
-    `bias`, and equal ones by number. Neighbouring experts form `num_groups` groups of the same
-    size. A row first chooses the `num_used_groups` groups in which the scores of the `group_best`
-    best experts have the largest sum, then the `num_used` best experts in these groups. Shares are
-    the scores, divided by their sum with `normalize`, times `scale`, times `factors` (positive, one
-    for each expert).
+    `bias`; of equal experts, the lower number is first. Neighbouring experts form `num_groups`
+    groups of the same size. The rank of a group is the sum over its `group_best` best experts. A
+    row chooses the `num_used_groups` best groups, and then the `num_used` best experts in these
+    groups. Shares are the scores, divided by their sum with `normalize`, times `scale`, times
+    `factors` (positive, one for each expert).
     """
 
     x: str

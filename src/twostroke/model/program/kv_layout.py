@@ -37,10 +37,10 @@ FLOAT16 = CacheFormat(2)
 class CacheLayer(Frozen):
     """The shape of the keys and values that an attention layer stores for each token.
 
-    With a `window`, a row reads only the last `window` tokens up to its own. With several
-    `num_kv_ranks`, ranks take turns in storing the KV splits (`KV_SPLIT_TOKENS` tokens each) of a
-    request. With `values_are_keys` (latent attention), the keys are also the values and are stored
-    once.
+    With a `window`, a row reads only the last `window` tokens up to its own. If `num_kv_ranks` is
+    above 1, that many ranks take turns in storing the KV splits (`KV_SPLIT_TOKENS` tokens each) of
+    a request. With `values_are_keys` (latent attention), the keys are also the values and are
+    stored once.
     """
 
     num_kv_heads: int
@@ -79,10 +79,10 @@ class StateLayer(Frozen):
 
 
 class CacheGroup(Frozen):
-    """Attention layers that share KV pages: a page has the keys and values of each layer.
+    """Attention layers that share KV pages: a page has the keys and values of each of the layers.
 
-    `layers[i]` is the cache layer that has slot i of the group's pages. Rows of these layers read
-    the last `window` positions, their own included, or all positions if it is None.
+    `layers[i]` is the cache layer in slot i of the group's pages. Rows of these layers read the
+    last `window` positions, their own included; None: all positions.
     """
 
     layers: tuple[int, ...]
@@ -95,10 +95,10 @@ def group_layers(windows: Sequence[int | None]) -> tuple[CacheGroup, ...]:
     `windows`: the sliding window of each layer; None: no window. A group's layers have the same
     window.
 
-    The group size makes at most 16 groups, and leaves as few slots empty as possible; of equal
-    sizes the largest is taken. This is the greatest common divisor of the numbers of layers with
-    each window, unless that makes too many groups. Then some groups have fewer layers than slots.
-    The layers of a group are spread over the model. Without layers there is one empty group.
+    The group size makes at most 16 groups, and leaves as few slots empty as possible; of equally
+    good sizes the largest is taken. Usually this is the greatest common divisor of the numbers of
+    layers with each window. If that makes too many groups, some groups have fewer layers than
+    slots. The layers of a group are spread over the model. Without layers there is one empty group.
     """
     layers: dict[int | None, list[int]] = {}
     for layer, window in enumerate(windows):
@@ -148,8 +148,8 @@ class PageGroups(Frozen):
     def first_read_pages(self, num_computed: int) -> list[int]:
         """Return, for each cache group, the index of the first page that a request will read again.
 
-        Earlier pages are before the group's window, and can be freed. `num_computed`: the number of
-        computed tokens, which is the position of the next row.
+        Pages before that index have left the group's window, and can be freed. `num_computed`: the
+        number of computed tokens, which is the position of the next row.
         """
         size = self.page_size
         return [
@@ -170,9 +170,9 @@ class PageGroups(Frozen):
         )
 
     def num_needed(self, num_tokens: int, num_rows: int = 1) -> int:
-        """Return the most KV pages that a request of `num_tokens` tokens holds at the same time.
+        """Return the maximum of KV pages that a request of `num_tokens` tokens ever holds.
 
-        `num_rows`: the most rows that a step computes of the request.
+        `num_rows`: the largest number of rows that a step computes of the request.
         """
         num_pages = -(-num_tokens // self.page_size)
         return sum(
@@ -202,9 +202,9 @@ class PageGroups(Frozen):
         return total
 
     def max_tokens(self, num_pages: int, limit: int, num_rows: int = 1) -> int:
-        """Return how many tokens a request with all of `num_pages` KV pages can have.
+        """Return how many tokens a request can have that holds all of `num_pages` KV pages.
 
-        The result is at most `limit`.
+        The result is at most `limit`. `num_rows`: as in `num_needed`.
         """
         num_growing = len(self.windows)
         window_pages = sorted(
@@ -220,7 +220,10 @@ class PageGroups(Frozen):
         return min(limit, num_pages // num_growing * self.page_size)
 
     def _max_pages_in_window(self, window: int, num_rows: int) -> int:
-        """Return the most KV pages that a windowed cache group needs in `num_rows`-row steps."""
+        """Return the maximum of KV pages of a request in a cache group with this window.
+
+        Each step computes at most `num_rows` rows.
+        """
         return (window + num_rows + self.page_size - 3) // self.page_size + 1
 
 

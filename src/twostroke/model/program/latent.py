@@ -1,8 +1,8 @@
 """Attention to latent vectors, and the operations around it (arXiv:2405.04434).
 
-All heads share one latent vector and one rotated key of each token. One product brings a head's
-queries into the space of the latent vectors, and another brings its output back. Between them is
-attention with a single key-value head, whose keys are also its values.
+All heads share one latent vector and one rotated key of each token. One product projects a head's
+queries into the space of the latent vectors, and another projects the head's output back. Between
+them is attention with a single key-value head, whose keys are also its values.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Join(Operation):
     """Concatenates two values head by head: some columns of `a` and all columns of `b`.
 
     `output[h]` is `a[h, first : first + a_width]` followed by the `b_width` values of `b[h]`. A
-    head has `a_head` values of `a`. Latent attention joins the rotated and the other part of its
-    queries in this way.
+    head has `a_head` values of `a`. In this way latent attention joins the rotary and the latent
+    part of its queries.
     """
 
     a: str
@@ -123,10 +123,10 @@ class Join(Operation):
 class LatentProducts(Frozen):
     """Counts the multiplications of one head of latent attention (MLA), for the cost model.
 
-    Scores and values can be computed in two ways: from the stored latent vectors directly, or from
-    keys and values that are expanded from the context's latent vectors first. The direct way is
-    cheaper for few rows, as in decoding. The cheaper way is counted for each request. A row's own
-    expansion is counted as a matrix product elsewhere.
+    There are two ways to compute scores and values: from the stored latent vectors directly, or
+    from keys and values that are first expanded from the context's latent vectors. The direct way
+    is cheaper for few rows, as in decoding. For each request the cheaper way is counted. Expanding
+    the step's new rows is not counted here: a matrix product elsewhere does it.
     """
 
     latent: int
@@ -149,12 +149,12 @@ class LatentProducts(Frozen):
 
 
 class LatentAttention(Attention, kw_only=True):
-    """Latent attention (MLA): a key is a rotated part and a latent vector, which is also the value.
+    """Latent attention (MLA): a key is a rotary part and a latent vector, which is also the value.
 
-    `k` and `v` name the same value, which is stored once. So the output of a head begins with
-    `rotated` numbers that have no meaning, and later operations skip them. `key` and `value` are
-    the sizes of the keys (without the rotated part) and values of a head that are computed from the
-    latent vector.
+    `k` and `v` name the same value, which is stored once. Therefore the output of a head begins
+    with `rotated` numbers that have no meaning, and later operations skip them. `key` and `value`
+    are the widths of a head's keys (without the rotary part) and values that can be expanded from
+    the latent vector.
     """
 
     rotated: int

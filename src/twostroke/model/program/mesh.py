@@ -36,10 +36,10 @@ class MeshCoordinate(Frozen):
 class Mesh(Frozen):
     """The grid of ranks that divide a model: pipeline stages, each of row and column parts.
 
-    Row parts divide the rows of a step (context parallel); column parts divide each operation's
-    columns and experts (tensor and expert parallel). `stages` and `column_parts` are shares of the
-    work: a rank with 3 of 5 computes three fifths of the layers, or of each operation's columns and
-    experts. `attention_parts` are the shares of attention, if they differ. Row parts are equal.
+    Row parts divide the rows of a step equally (context parallel); column parts divide each
+    operation's columns and experts (tensor and expert parallel). `stages` and `column_parts` are
+    shares of the work: a rank with 3 of 5 computes three fifths of the layers, or of each
+    operation's columns and experts. `attention_parts` are the shares of attention, if they differ.
     Rank 0 is in the last stage, where tokens are sampled. Ranks of a stage divide keys and values
     by heads or, if `kv_by_tokens`, by tokens: then each rank stores all heads of every n-th KV
     split (see `SplitKvAttention`).
@@ -52,7 +52,7 @@ class Mesh(Frozen):
     attention_parts: tuple[int, ...] = ()
 
     def shares_of(self, op: Operation) -> tuple[int, ...]:
-        """Return the shares of an operation that the column parts of a stage compute."""
+        """Return the shares of an operation that the column parts of each stage compute."""
         is_attention = isinstance(op, Attention)
         return self.attention_parts if self.attention_parts and is_attention else self.column_parts
 
@@ -95,10 +95,10 @@ ONE_RANK = Mesh()
 
 
 def stores_twice(mesh: Mesh, program: Program) -> bool:
-    """Return whether dividing keys and values by heads would store many heads twice.
+    """Return whether dividing keys and values by heads would store many heads on several ranks.
 
     Ranks with different query heads of one key-value head each need a copy of that head. True if
-    the copies add over 5%. Dividing by tokens is chosen then.
+    the copies take more than 5% of additional memory. `mesh_for` then divides by tokens instead.
     """
     attention_ops = [op for op in program.ops if isinstance(op, Attention) and op.stores]
     parts = [
@@ -157,8 +157,8 @@ def cut_into_stages(
     """Divide a model's operations into pipeline stages of about the requested shares of the work.
 
     The stages are consecutive, and each has at least one layer. `shares` are the stages' shares of
-    the work for one generated token. The logits count, and so does rank 0's work besides the model,
-    which runs in the last stage. Each cut is as near to its share as layers allow.
+    the work for one generated token. The work includes the logits, and rank 0's work besides the
+    model, which runs in the last stage. Each cut is as near to its share as layers allow.
     """
     ends = stage_ends(program, ops)
     work_before = [0, *accumulate(_decode_flops(op) for op in ops)]

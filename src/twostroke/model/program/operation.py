@@ -1,4 +1,4 @@
-"""`Operation`, the base class of operations, which answers backends, ranks and the cost model."""
+"""`Operation`, the base class of operations: what backends, ranks and the cost model ask of one."""
 
 from __future__ import annotations
 
@@ -76,10 +76,11 @@ class Operation(Frozen):
         return 0
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
-        """Yield the operation's cost terms: each a cost, and the count that multiplies it.
+        """Yield the terms of the operation's cost: (count, cost) pairs.
 
-        A count is a property of the batch, such as its rows. `weight_bytes` and `cache` tell how
-        weights, and keys and values, are stored.
+        `count` is a function of the batch, such as its number of rows; the cost is multiplied by
+        it. `weight_bytes` has the stored size of each weight, and `cache` is the format of keys and
+        values.
         """
         del cache
         yield once, Cost(0, self._stored_bytes(weight_bytes))
@@ -87,12 +88,15 @@ class Operation(Frozen):
 
     @property
     def stores(self) -> Mapping[int, CacheLayer]:
-        """Return the KV cache layers that the operation writes, by number; usually none."""
+        """Return the shapes of KV cache layers that the operation writes, by number.
+
+        Most operations write none.
+        """
         return {}
 
     @property
     def states(self) -> Mapping[int, StateLayer]:
-        """Return the recurrent states that the operation reads and writes, by number."""
+        """Return the shapes of recurrent states that the operation updates, by number."""
         return {}
 
     def with_layers(self, new_layers: Mapping[int, int]) -> Self:
@@ -112,7 +116,7 @@ class Operation(Frozen):
 
     @property
     def length(self) -> int:
-        """Return how many units of the operation ranks can divide: by default, output columns."""
+        """Return how many units ranks can divide among them: by default, output columns."""
         return self.width
 
     @property
@@ -133,7 +137,7 @@ class Operation(Frozen):
         return first, end
 
     def parts_by(self, cuts: tuple[int, ...]) -> Parts:
-        """Return how ranks hold the output if they divide the operation at `cuts`."""
+        """Return how ranks hold the output if they divide the operation's units at `cuts`."""
         return ColumnParts(cuts)
 
     def _changed(self, **fields: Any) -> Self:

@@ -1,9 +1,9 @@
 """The operations from which every model is built.
 
-An operation names the values that it reads and the value that it writes; values are matrices with
+An operation names the values that it reads and the value that it writes. Values are matrices with
 one row for each token, and widths count the values in a row. An operation describes everything that
-can be known without running it: its weights, its work, its label in profiles, the keys and values
-it stores, and how ranks can divide it. Only backends know how it is computed.
+can be known without running it: its weights, its cost, its label in profiles, the keys and values
+that it stores, and how ranks can divide it. Only backends know how it is computed.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ __all__ = [
 class Embed(Operation):
     """Embedding: `output[r] = table[token[r] - first_id]`; table is (num_ids, width).
 
-    On a rank that has only some token ids, rows with other tokens are undefined.
+    A rank may have only some token ids; its rows with other tokens are then undefined.
     """
 
     table: str
@@ -99,7 +99,7 @@ class Embed(Operation):
 
     @property
     def length(self) -> int:
-        """Return the number of token ids, which are the units by which ranks divide the table."""
+        """Return the number of token ids; they are the units that ranks divide."""
         return self.num_ids
 
     def part(self, first: int, end: int) -> Self:
@@ -112,7 +112,7 @@ class Embed(Operation):
 
 
 class ExternalInput(Operation):
-    """Input rows that the caller passes with the step as `StepPlan.external`, not an embedding.
+    """Input rows that the caller passes with the step (`StepPlan.external`), not embeddings.
 
     Draft heads read the hidden states of the main model in this way.
     """
@@ -127,8 +127,9 @@ class RMSNorm(Operation):
     """RMS norm: `output = x / sqrt(mean(x^2) + epsilon) * (weight + offset)` (arXiv:1910.07467).
 
     The mean is taken over a row. With `num_groups` above 1 a row is divided into that many equal
-    groups, each normalized separately with the same weight (query-key norm), or if the weight
-    `is_wide` with the group's own part of it (Mamba-2). Without a weight, the factor is 1.
+    groups, which are normalized separately. The groups share one weight (query-key norm), unless it
+    `is_wide`: then each group has its part of the weight (Mamba-2). Without a weight, the factor is
+    1.
     """
 
     x: str
@@ -196,9 +197,9 @@ class Linear(Operation):
         """Return None, because the part of each rank reads all columns of its input."""
 
     def term(self, first: int, end: int) -> Self:
-        """Return the product with only the input columns `first` to `end`.
+        """Return the product of only the input columns `first` to `end`, and the weights for them.
 
-        If ranks split a sum, this is a rank's term of it.
+        If ranks split the sum of a product, this is the term that one rank computes.
         """
         return self._changed(in_width=end - first, bias=self.bias if first == 0 else None)
 
@@ -225,7 +226,7 @@ class GatedActivation(Operation):
 
     @property
     def label(self) -> str:
-        """Return the name in profiles: the activation function's, or "multiply" without one."""
+        """Return the name in profiles: the activation's name, or "multiply" without one."""
         is_plain = self.activation is Activation.IDENTITY
         return "multiply" if is_plain else self.activation.value
 
@@ -243,7 +244,10 @@ class GateRows(Operation):
     reads = ("x", "gate")
 
     def part_reads(self, field: str, first: int, end: int) -> tuple[int, int] | None:
-        """Return the columns of x that a rank's part reads; None for the gate: all of it."""
+        """Return the columns of input `field` that a rank's part reads.
+
+        None for the gate, which every rank reads completely.
+        """
         return (first, end) if field == "x" else None
 
     @property
@@ -253,7 +257,7 @@ class GateRows(Operation):
 
 
 class Scale(Operation):
-    """Elementwise `output = x * factor`, also times the one value of `weight` if it is given."""
+    """Elementwise `output = x * factor`, also multiplied by the one value of `weight` if given."""
 
     x: str
     width: int

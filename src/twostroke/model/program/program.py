@@ -61,8 +61,8 @@ class Program(Frozen, dict=True):
 
     Each value is written once, before it is read. `context_length` is in tokens. `layer_outputs`
     names the hidden state after each layer. `groups` are the cache groups if they are given: a
-    rank's part of a Program has all groups of the whole Program, even if none of a group's layers
-    are on this rank, because page ids are the same on all ranks.
+    rank's part of a Program has all groups of the undivided Program, even groups without a layer on
+    this rank, because page ids are the same on all ranks.
     """
 
     name: str
@@ -108,12 +108,13 @@ class Program(Frozen, dict=True):
 
     @cached_property
     def logits_only_outputs(self) -> frozenset[str]:
-        """Return the values that are needed only for rows with logits.
+        """Return the names of values that are needed only for rows with logits.
 
         They are written after the last attention has stored its keys and values, and the last
-        recurrent operation its state, so other rows can stop there. The attention's own output is
-        included if matrix products compute its keys and values, since these products can store
-        them. The set is empty if a later operation reads the step's tokens or external inputs.
+        recurrent operation its state, so the computation of other rows can stop there. The output
+        of the last attention is included if matrix products compute its keys and values, since a
+        backend can let these products store them. The set is empty if a later operation reads the
+        step's tokens or external inputs.
         """
         stores = [index for index, op in enumerate(self.ops) if op.stores or op.states]
         late_ops = self.ops[stores[-1] :] if stores else ()
@@ -133,13 +134,13 @@ class Program(Frozen, dict=True):
 
     @cached_property
     def cache_layers(self) -> tuple[CacheLayer, ...]:
-        """Return the KV cache layers that the operations store, by number."""
+        """Return the shapes of the KV cache layers; the index is the layer's number."""
         layers = {number: layer for op in self.ops for number, layer in op.stores.items()}
         return tuple(layers[number] for number in range(len(layers)))
 
     @cached_property
     def state_layers(self) -> dict[int, StateLayer]:
-        """Return the recurrent states that the operations keep for each request, by number."""
+        """Return the shapes of the recurrent states that a request has, by number."""
         layers = {number: layer for op in self.ops for number, layer in op.states.items()}
         return dict(sorted(layers.items()))
 
@@ -172,12 +173,12 @@ class Program(Frozen, dict=True):
 
 
 def stored_form(value: object) -> str:
-    """Return a Program as text, from which the names of stored KV pages are hashed.
+    """Return a Program as text; stored KV pages have names that are hashed from it.
 
-    Pages outlive the program that stored them, so the text must not change if a class or a field is
+    Pages outlive the process that stored them. The text must not change if a class or a field is
     renamed, or all stored pages would be lost: `STORED_CLASSES` and `STORED_FIELDS` keep the old
-    names, and `ADDED_FIELDS` change only Programs that use them. `value` is a value of structs and
-    tuples.
+    names, and `ADDED_FIELDS` are in the text only of Programs that use them. `value` is the Program
+    or, in recursive calls, a field of it.
     """
     if isinstance(value, tuple):
         items = [stored_form(item) for item in value]

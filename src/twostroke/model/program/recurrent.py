@@ -1,8 +1,8 @@
 """Operations with a recurrent state: short convolutions, the gated delta rule and Mamba-2.
 
-Attention stores keys and values for each token. A recurrent operation stores a state of fixed size
-for each request in their place, and computes a row from the state after the row before. A request's
-rows therefore run in order, and the first row of a request starts from a state of zeros.
+Attention stores keys and values for each token. A recurrent operation instead stores a state of
+fixed size for each request, and computes each row from the state after the previous row. A
+request's rows therefore run in order, and the first row of a request starts from a state of zeros.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 class _RecurrentOperation(Operation):
     """An operation whose rows depend on a recurrent state of their request.
 
-    Its field `layer` is the number of the state among the recurrent states of the model. A rank has
-    the state of the columns that it computes. Ranks that divide rows compute all rows, since a row
-    needs the state after the row before.
+    Its field `layer` is the number of the state among the recurrent states of the model. A rank
+    stores only the part of the state that belongs to its columns. Context parallel ranks all
+    compute all rows, since a row needs the state after the previous row.
     """
 
     if TYPE_CHECKING:
@@ -38,10 +38,10 @@ class _RecurrentOperation(Operation):
             """Return the float32 numbers of the recurrent state of one request."""
 
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
-        """Yield the cost: the weights once, each row's FLOPs, each request's state twice.
+        """Yield the cost: weights once per step, FLOPs per row, and the state twice per request.
 
-        The state is read before the request's first row, and written after its last row and after
-        each draft.
+        The state is read before the request's first row, and written after its last row. It is also
+        written after each draft.
         """
         del cache
         yield once, Cost(0, self._stored_bytes(weight_bytes))
@@ -54,8 +54,8 @@ class ShortConvolution(_RecurrentOperation):
     """Causal convolution of each column over the last `kernel` rows of a request.
 
     `output[r, c] = activation(bias[c] + sum over i of x[r - kernel + 1 + i, c] * weight[c, i])`,
-    where rows before the request's first row are zeros. `weight` is (width, kernel). The state has
-    the last `kernel - 1` rows of x, (kernel - 1, width), the oldest first.
+    where rows before the request's first row are zeros. `weight` is (width, kernel). The state is
+    the last `kernel - 1` rows of x, the oldest first.
     """
 
     x: str
@@ -80,12 +80,12 @@ class ShortConvolution(_RecurrentOperation):
 
     @property
     def states(self) -> Mapping[int, StateLayer]:
-        """Return the recurrent state that the operation reads and writes, by its number."""
+        """Return the shape of the recurrent state that the operation updates, by its number."""
         return {self.layer: StateLayer(self.num_state_values)}
 
     @property
     def num_state_values(self) -> int:
-        """Return the numbers of the state: the last `kernel - 1` rows of x."""
+        """Return how many numbers the state has: the last `kernel - 1` rows of x."""
         return (self.kernel - 1) * self.width
 
     @property
@@ -168,7 +168,7 @@ class GatedDeltaRule(_RecurrentOperation):
 
     @property
     def grain(self) -> int:
-        """Return how many neighbouring columns always stay on one rank: a value head's."""
+        """Return how many neighbouring columns always stay on one rank: a value head's columns."""
         return self.value_dim
 
     def part(self, first: int, end: int) -> Self:
@@ -180,7 +180,10 @@ class GatedDeltaRule(_RecurrentOperation):
         )
 
     def part_reads(self, field: str, first: int, end: int) -> Range | None:
-        """Return the columns of the part's heads in decays and strengths; None for x: all of it."""
+        """Return the columns of input `field` that a rank's part reads: the columns of its heads.
+
+        None for x, which every rank reads completely.
+        """
         if field == "x":
             return None
         width = self.decay_width if field == "decay" else 1
@@ -188,7 +191,7 @@ class GatedDeltaRule(_RecurrentOperation):
 
     @property
     def decay_width(self) -> int:
-        """Return how many decays a value head has in a row."""
+        """Return how many decays a value head has in a row: one, or one for each key channel."""
         return self.key_dim if self.gates_channels else 1
 
     @property
@@ -202,12 +205,12 @@ class GatedDeltaRule(_RecurrentOperation):
 
     @property
     def states(self) -> Mapping[int, StateLayer]:
-        """Return the recurrent state that the operation reads and writes, by its number."""
+        """Return the shape of the recurrent state that the operation updates, by its number."""
         return {self.layer: StateLayer(self.num_state_values)}
 
     @property
     def num_state_values(self) -> int:
-        """Return the numbers of the state: a matrix for each value head."""
+        """Return how many numbers the state has: a matrix for each value head."""
         return self.num_value_heads * self.key_dim * self.value_dim
 
     @property
@@ -217,7 +220,7 @@ class GatedDeltaRule(_RecurrentOperation):
 
     @property
     def value_heads(self) -> range:
-        """Return which value heads of x the operation computes."""
+        """Return the indices of the value heads of x for which the operation computes output."""
         return range(self.first_head, self.first_head + self.num_value_heads)
 
     def key_head(self, value_head: int) -> int:
@@ -288,7 +291,7 @@ class Mamba2(_RecurrentOperation):
 
     @property
     def grain(self) -> int:
-        """Return how many neighbouring columns always stay on one rank: a head's."""
+        """Return how many neighbouring columns always stay on one rank: the columns of a head."""
         return self.head_dim
 
     def part(self, first: int, end: int) -> Self:
@@ -300,7 +303,10 @@ class Mamba2(_RecurrentOperation):
         )
 
     def part_reads(self, field: str, first: int, end: int) -> Range | None:
-        """Return the columns of the part's heads in time steps; None for x: all of it."""
+        """Return the columns of input `field` that a rank's part reads: the columns of its heads.
+
+        None for x, which every rank reads completely.
+        """
         return None if field == "x" else (first // self.head_dim, end // self.head_dim)
 
     @property
@@ -311,17 +317,17 @@ class Mamba2(_RecurrentOperation):
 
     @property
     def states(self) -> Mapping[int, StateLayer]:
-        """Return the recurrent state that the operation reads and writes, by its number."""
+        """Return the shape of the recurrent state that the operation updates, by its number."""
         return {self.layer: StateLayer(self.num_state_values)}
 
     @property
     def num_state_values(self) -> int:
-        """Return the numbers of the state: a matrix for each head."""
+        """Return how many numbers the state has: a matrix for each head."""
         return self.width * self.state_size
 
     @property
     def heads(self) -> range:
-        """Return which heads of x the operation computes."""
+        """Return the indices of the heads of x for which the operation computes output."""
         return range(self.first_head, self.first_head + self.num_heads)
 
     def group_of(self, head: int) -> int:

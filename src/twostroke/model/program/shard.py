@@ -2,7 +2,8 @@
 
 Every operation says which part of it a rank can compute (`sharding`), and which columns of its
 inputs that part reads. Where ranks hold a value differently from how an operation reads it, a
-collective is inserted. No sum is split, except by `split_sums`, which `--reduce sum` asks for.
+collective is inserted. Every sum is computed on one rank, unless `--reduce sum` allows `split_sums`
+to divide some.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class RankProgram(Frozen):
     """The part of a model that one rank runs: its own Program, and the weights that it reads.
 
     `weight_rows` gives the rows (of a vector: the values) of each weight that the rank reads.
-    `weight_columns` gives the columns, for weights that the rank reads only in part. Values that
-    have all their columns on the rank have the names of the undivided Program.
+    `weight_columns` gives the columns, for weights that the rank does not read completely. Values
+    that have all their columns on the rank have the same names as in the undivided Program.
 
     The rank computes part `row_part` of the `num_row_parts` parts of a step's rows (see
     `RowParts`): every operation writes these rows of its output, and other rows are undefined.
@@ -72,9 +73,9 @@ def shard(
 ) -> tuple[RankProgram, ...]:
     """Divide a Program over the ranks of a mesh; return each rank's part, by rank.
 
-    Rank 0 gets the last value (the logits) and the `kept_values` in full. With `block_sizes` (the
-    values in a quantization block of each weight) ranks split some sums, which needs fewer
-    exchanges and changes rounding: see `split_sums`.
+    Rank 0 gets all columns of the last value (the logits) and of the `kept_values`. `block_sizes`
+    is the quantization block size of each weight; if it is given, ranks split some sums, which
+    needs fewer exchanges and changes rounding: see `split_sums`.
     """
     is_divided = len(mesh.column_parts) > 1
     ops: list[Op] = []
@@ -104,9 +105,9 @@ def shard(
 def _find_read_ranges(
     ops: Sequence[Op], mesh: Mesh, split_outputs: Mapping[str, int]
 ) -> dict[str, Ranges]:
-    """Return which columns of each value the rest of the Program reads, for each rank of a stage.
+    """Return, for each value, the column range that each rank of a stage will read of it.
 
-    Values that are read in full are left out.
+    Values that a rank reads completely are left out. `split_outputs` is the result of `split_sums`.
     """
     read_ranges: dict[str, Ranges] = {}
     for op in reversed(ops):
@@ -131,14 +132,17 @@ def _find_read_ranges(
 
 
 def _part_ranges(op: Op, shares: tuple[int, ...]) -> Ranges | None:
-    """Return the range of an operation's units that each rank computes; None if undivided."""
+    """Return each rank's range of an operation's units; None if ranks do not divide it."""
     if len(shares) == 1 or op.length <= op.grain:
         return None
     return tuple(pairwise(cuts(op.length, shares, op.grain)))
 
 
 def _can_be_cut(op: Op, ranges: Ranges) -> bool:
-    """Return whether ranks can compute these ranges of an operation without dividing a grain."""
+    """Return whether all ranges begin and end at multiples of the operation's `grain`.
+
+    Otherwise ranks cannot compute these ranges, for example if a cut is inside a head.
+    """
     ends = [end for columns in ranges for end in columns]  # both bounds, as parts may overlap
     return all(end == op.length or end % op.grain == 0 for end in ends)
 
@@ -146,8 +150,9 @@ def _can_be_cut(op: Op, ranges: Ranges) -> bool:
 class _Stage:
     """Builds the Programs of the ranks of one pipeline stage, operation by operation.
 
-    `_held_values` tells how the ranks hold each value at this point. Rank `index` of the stage has
-    row part `index // num_column_parts` and column part `index % num_column_parts`.
+    `_held_values` tells how the ranks hold each value after the operations added so far. Rank
+    `index` of the stage has row part `index // num_column_parts` and column part `index %
+    num_column_parts`.
     """
 
     def __init__(
@@ -170,7 +175,7 @@ class _Stage:
         self._weight_columns: list[dict[str, Range]] = [{} for _ in range(self._size)]
 
     def add(self, op: Op) -> None:
-        """Add an operation to each rank of the stage, after collectives that bring its inputs."""
+        """Add an operation to each rank of the stage, after the collectives that it needs."""
         if isinstance(op, Linear) and op.output in self._split_outputs:
             x = self._divided(op.x)
             if x is not None and x.ranges == self._read_ranges[op.x]:
@@ -224,7 +229,7 @@ class _Stage:
         self._held_values[op.output] = [value]
 
     def _add_split_kv_attention(self, op: Attention) -> None:
-        """Add an attention whose keys and values the ranks of the stage divide by tokens."""
+        """Add an attention for which the ranks of the stage divide keys and values by tokens."""
         for name in op.inputs:  # consecutive gathers can wait together
             self._undivided(name)
         inputs = [self._undivided(name, all_rows=True) for name in op.inputs]
@@ -253,9 +258,9 @@ class _Stage:
             self._undivided(name, all_rows=True)
 
     def send(self, names: Collection[str]) -> list[HeldValue]:
-        """Send values to the ranks with the same parts in the next pipeline stage.
+        """Send values to the ranks of the next pipeline stage with the same row and column part.
 
-        Returns how the values are divided, for the next stage's `receive`.
+        Returns how the ranks hold the values, for the next stage's `receive`.
         """
         sent = []
         for name in [name for name in self._held_values if name in names]:
@@ -267,7 +272,10 @@ class _Stage:
         return sent
 
     def receive(self, values: Sequence[HeldValue]) -> None:
-        """Add the operations that receive the previous pipeline stage's values."""
+        """Add the operations that receive the previous pipeline stage's values.
+
+        `values` is the result of that stage's `send`.
+        """
         for value in values:
             own_value = replace(value, all_rows=self._num_row_parts == 1)
             for index, output in self._names(own_value):
@@ -289,7 +297,7 @@ class _Stage:
         ]
 
     def _emit(self, index: int, op: Op) -> None:
-        """Add an operation to the Program of one rank, unless a value of this name exists there."""
+        """Add an operation to one rank's Program, unless a value of this name exists there."""
         self._ops[index].setdefault(op.output, op)
 
     def _ranges(self, op: Op) -> Ranges | None:
@@ -309,8 +317,8 @@ class _Stage:
     def _ranges_as_inputs(self, op: Op) -> Ranges | None:
         """Return the columns that each rank computes of an elementwise operation; None for all.
 
-        The columns that later operations read are preferred, else the columns in which ranks hold a
-        divided input.
+        The columns that later operations read are preferred. Otherwise the ranks compute the
+        columns that they hold of an input.
         """
         output_ranges = self._read_ranges.get(op.output)
         held_inputs = [self._held_values[name] for name in op.inputs]
@@ -324,9 +332,9 @@ class _Stage:
         return next((ranges for ranges in candidates if ranges and _can_be_cut(op, ranges)), None)
 
     def _held_input(self, op: Op, field: str, ranges: Ranges | None) -> HeldValue:
-        """Return an input in the division that the ranks' parts of an operation read.
+        """Return how ranks hold the input `field` after adding the collectives that `op` needs.
 
-        Gathers or cuts are added if the ranks hold the value differently.
+        `ranges` are the units of the operation that each rank computes; None: all units.
         """
         name = getattr(op, field)
         all_rows = field in op.needs_all_rows
@@ -337,16 +345,17 @@ class _Stage:
         return self._undivided(name, all_rows=all_rows)
 
     def _divided(self, name: str) -> HeldValue | None:
-        """Return the form of a value in which ranks hold different columns, or None."""
+        """Return the entry of a value whose columns ranks divide; None if there is none."""
         for value in self._held_values[name]:
             if value.has_columns:
                 return value
         return None
 
     def _columns(self, name: str, ranges: Ranges, *, all_rows: bool) -> HeldValue:
-        """Return a value in the form in which each rank has its columns of `ranges`.
+        """Let each rank hold its columns of `ranges` of a value; return the `HeldValue`.
 
-        Operations that cut the undivided value are added if necessary.
+        If no entry of `_held_values` has these ranges, operations that cut the undivided value are
+        added.
         """
         matching = [v for v in self._held_values[name] if v.ranges == ranges and v.has_columns]
         if not matching:
@@ -364,9 +373,9 @@ class _Stage:
         return self._with_all_rows(matching) if all_rows else matching[0]
 
     def _undivided(self, name: str, *, all_rows: bool = False) -> HeldValue:
-        """Return a value in the form in which each rank has all columns.
+        """Let each rank hold all columns of a value; return the `HeldValue`.
 
-        A gather is added if necessary.
+        If no entry of `_held_values` is undivided, a gather is added.
         """
         undivided = [value for value in self._held_values[name] if value.ranges is None]
         if not undivided:
@@ -374,7 +383,7 @@ class _Stage:
         return self._with_all_rows(undivided) if all_rows else undivided[0]
 
     def _gather_columns(self, value: HeldValue, root: int | None = None) -> HeldValue:
-        """Add operations that gather a divided value; return the form with all columns.
+        """Add operations that gather a divided value; return the `HeldValue` with all columns.
 
         `root`: the only rank that receives the value; None: all ranks of the stage.
         """
@@ -399,9 +408,9 @@ class _Stage:
         return undivided
 
     def _team(self, index: int, size: int) -> tuple[tuple[int, ...], int]:
-        """Return the `size` neighbouring ranks that hold the parts of a value, for a gather.
+        """Return the ranks that gather a value together, and a rank's index among them.
 
-        `index` is a rank of the stage. The second result is its index among these ranks.
+        The ranks are `size` neighbours. `index` is the rank, counted in the stage.
         """
         first = self._first_rank + index // size * size
         return tuple(range(first, first + size)), index % size
@@ -409,8 +418,8 @@ class _Stage:
     def _part_to_gather(self, value: HeldValue, index: int) -> str | None:
         """Return the name of the columns that a rank contributes to a gather; None if it has none.
 
-        If ranges overlap, a column is sent only by the first rank that has it, so an operation that
-        leaves out the others' columns is added.
+        If the ranks' column ranges overlap, only the first rank that has a column sends it. For
+        other ranks, an operation that takes the remaining columns is added.
         """
         x = value.name_at(index)
         if x is None or not isinstance(value.parts, ColumnParts):
@@ -426,10 +435,10 @@ class _Stage:
         return tile
 
     def _with_all_rows(self, values: Sequence[HeldValue]) -> HeldValue:
-        """Return a value in the form in which each rank has all rows of the step.
+        """Let each rank hold all rows of a value; return the `HeldValue`.
 
-        A gather of rows is added if necessary. `values` are forms of the value with the same
-        columns.
+        If necessary, a gather of rows is added. `values` are the entries of the value in
+        `_held_values` with the same columns.
         """
         for value in values:
             if value.all_rows:
@@ -481,12 +490,13 @@ def _part_of(program: Program, ops: Collection[Op]) -> Program:
 def split_sums(ops: Collection[Op], block_sizes: Mapping[str, int]) -> dict[str, int]:
     """Choose the matrix products whose sums ranks split, for `--reduce sum`.
 
-    Returns the names of their outputs, each with a number of input columns: every cut is at a
-    multiple of this number. Such a product reads a value that ranks already hold by columns, such
-    as the output of attention, of the delta rule or of Mamba-2. Cuts are between whole quantization
-    blocks of its weight, which have `block_sizes` values; a product whose weight has no block size
-    is not split. A product after attention whose keys and values other operations read is not split
-    either, since all these operations must be cut at the same heads.
+    Returns the names of their outputs, each with a number of input columns: the input is cut only
+    at multiples of this number. Such a product reads a value that ranks already hold by columns,
+    such as the output of attention, of the delta rule or of Mamba-2. Cuts do not divide a
+    quantization block of the product's weight; `block_sizes` has the size of these blocks, and a
+    product whose weight has no block size is not split. A product after attention is not split if
+    other operations read that attention's keys and values, since all these operations must be cut
+    at the same heads.
     """
     shared_layers = {op.layer for op in ops if isinstance(op, SharedKvAttention)}
     grains: dict[str, int] = {}  # of values that ranks hold by columns

@@ -1,7 +1,7 @@
 """How ranks can divide an operation, its weights, and the values that it reads and writes.
 
 A sharding rule splits no sum: a rank computes some outputs of an operation, each from all of its
-inputs. `split_sums` in `shard.py` makes the exceptions of `--reduce sum`.
+inputs. `split_sums` in `shard.py` makes exceptions for `--reduce sum`.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Sharding(Enum):
 class Weight(Frozen):
     """The name and shape of a weight: a vector (values) or a matrix (outputs, inputs).
 
-    If it `is_divided`, the rank that computes units `first` to `end` of the operation reads only
-    these rows of the weight. A row belongs to `units_per_row` units: one number for each head of
-    attention belongs to the columns of the head.
+    If it `is_divided`, a rank that computes units `first` to `end` of the operation reads only the
+    rows of the weight that belong to these units. `units_per_row` units share a row: for example, a
+    head's columns share the one number that a weight has for the head.
     """
 
     name: str
@@ -54,7 +54,10 @@ class Weight(Frozen):
     units_per_row: int = 1
 
     def rows(self, units: Range | None) -> Range:
-        """Return the rows that a rank reads which computes these units; None: all of them."""
+        """Return the rows of the weight that a rank reads to compute the range `units`.
+
+        None as `units` means all units.
+        """
         if units is None or not self.is_divided:
             return 0, self.shape[0]
         return units[0] // self.units_per_row, units[1] // self.units_per_row
@@ -73,13 +76,13 @@ class _CutParts(Frozen):
 
 
 class ColumnParts(_CutParts):
-    """A value divided by columns: member i of the ranks has columns `cuts[i]` to `cuts[i + 1]`."""
+    """A value divided by columns: member i of the team has columns `cuts[i]` to `cuts[i + 1]`."""
 
 
 class TokenParts(_CutParts):
     """An embedding divided by token ids: each rank has the rows whose tokens are in its range.
 
-    Member i of the ranks has token ids `cuts[i]` to `cuts[i + 1]`.
+    Member i of the team has token ids `cuts[i]` to `cuts[i + 1]`.
     """
 
     are_rows = True
@@ -88,7 +91,7 @@ class TokenParts(_CutParts):
 class TermParts(_CutParts):
     """Outputs of experts, divided by experts: each rank has the outputs of its own experts.
 
-    Member i of the ranks has experts `cuts[i]` to `cuts[i + 1]`. `scores` names the value by which
+    Member i of the team has experts `cuts[i]` to `cuts[i + 1]`. `scores` names the value by which
     each row chooses `num_used` experts.
     """
 
@@ -97,7 +100,10 @@ class TermParts(_CutParts):
 
 
 class RowParts(Frozen):
-    """A value divided by rows: of n rows, member i has n * i // count to n * (i + 1) // count."""
+    """A value divided by rows: member i of the team has the i-th of `count` equal parts.
+
+    Of n rows, these are the rows n * i // count to n * (i + 1) // count.
+    """
 
     count: int
 
@@ -113,7 +119,7 @@ Parts = ColumnParts | RowParts | TokenParts | TermParts
 
 
 class HeldValue(Frozen):
-    """A form in which the ranks of a pipeline stage hold a value: whole, or each a part.
+    """How the ranks of a pipeline stage hold a value: each all of it, or each a part.
 
     Without `ranges` each rank has all columns. Otherwise member i of a team has `ranges[i]`: a
     range of columns if `parts` are `ColumnParts`, else a range of the units that `parts` divides.
@@ -132,7 +138,7 @@ class HeldValue(Frozen):
         return isinstance(self.parts, ColumnParts)
 
     def range_at(self, index: int) -> Range:
-        """Return the range of the value that rank `index` of the stage has."""
+        """Return the range of columns or units of the value that rank `index` of the stage has."""
         return (0, self.width) if self.ranges is None else self.ranges[index % len(self.ranges)]
 
     def name_at(self, index: int) -> str | None:
@@ -150,5 +156,8 @@ class HeldValue(Frozen):
 
 
 def cuts_from_ranges(ranges: Ranges) -> tuple[int, ...]:
-    """Return cuts that give each column of overlapping ranges to the first rank that has it."""
+    """Return cuts that give each column of overlapping ranges to the first rank that has it.
+
+    Member i then has columns `cuts[i]` to `cuts[i + 1]`.
+    """
     return (0, *accumulate([end for _, end in ranges], max))

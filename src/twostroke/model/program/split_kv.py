@@ -76,7 +76,7 @@ class SplitKvAttention(Operation):
     def of(
         cls, op: Attention, team: tuple[int, ...], team_index: int, head_cuts: tuple[int, ...]
     ) -> SplitKvAttention:
-        """Return the part of an undivided attention that rank `team[team_index]` computes."""
+        """Return rank `team[team_index]`'s part of an attention, divided by tokens."""
         return cls(
             op.output,
             q=op.q,
@@ -101,7 +101,7 @@ class SplitKvAttention(Operation):
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Return the names of the inputs: only the queries if an earlier layer stores the keys."""
+        """Return the names of the inputs; only the queries if an earlier layer stores the keys."""
         return (self.q,) if self.reads_shared_kv else (self.q, self.k, self.v)
 
     @property
@@ -111,7 +111,7 @@ class SplitKvAttention(Operation):
 
     @property
     def exchange_name(self) -> str:
-        """Return the name by which the ranks of the team find each other's partial attentions."""
+        """Return the name by which the ranks of the team match their partial attentions."""
         return f"pieces for {self.q}"
 
     @property
@@ -194,7 +194,7 @@ class SplitKvAttention(Operation):
 
     @property
     def stores(self) -> Mapping[int, CacheLayer]:
-        """Return the KV cache layer that this operation writes, by its number.
+        """Return the shape of the KV cache layer that this operation writes, by its number.
 
         Empty if an earlier operation writes the layer.
         """
@@ -206,7 +206,7 @@ class SplitKvAttention(Operation):
 
     @property
     def label(self) -> str:
-        """Return the name in profiles: "pieces" (of the context), with the window if it has one."""
+        """Return the name in profiles: "pieces" (of the context), with the window if any."""
         if self.is_chunked:
             return f"pieces(chunks of {self.window})"
         return "pieces" if self.window is None else f"pieces({self.window})"
@@ -219,8 +219,8 @@ def _exchanged(sent: float, received: float) -> Cost:
 def split_heads(op: Attention, shares: tuple[int, ...]) -> dict[str, tuple[Range, ...]]:
     """Return which columns of the queries, keys and values each rank computes, in whole heads.
 
-    The heads of queries, keys and values are put side by side and cut together, so that each rank
-    has its share of all columns, though some ranks may have no keys or no queries.
+    The heads of queries, keys and values are concatenated and cut together by `shares`. So each
+    rank has its share of all columns, though some ranks may have no keys or no queries.
     """
     counts = dict.fromkeys(op.inputs, op.num_kv_heads) | {op.q: op.num_heads}
     head_cuts = cuts(sum(counts.values()), shares)

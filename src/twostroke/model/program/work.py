@@ -71,17 +71,17 @@ def each_sampled_row(batch: BatchShape) -> int:
 
 
 def each_draft(batch: BatchShape) -> int:
-    """Count the rows of a batch that get logits beyond one for each request: its drafts."""
+    """Count the draft rows of a batch: rows with logits, except one for each request."""
     return max(0, batch.num_sampled - len(batch.starts))
 
 
 def once_if_sampled(batch: BatchShape) -> int:
-    """Count a batch as 1 if any row gets logits, else as 0, such as for reading their matrix."""
+    """Count a batch as 1 if any row gets logits, else as 0: for reading the output matrix."""
     return min(1, batch.num_sampled)
 
 
 class EachAttended(Frozen):
-    """Counts the pairs of a row and a position that it attends to, in a batch."""
+    """Counts the (row, position) pairs in which the row attends to the position, in a batch."""
 
     window: int | None
     is_chunked: bool = False
@@ -115,7 +115,7 @@ class EachRead(Frozen):
 
 
 class EachPartialAttention(Frozen):
-    """Counts the pairs of a row and a KV split that it attends to, in requests with few rows.
+    """Counts the (row, KV split) pairs of attention, in requests with few rows.
 
     Such requests exchange a partial attention for each pair (see `SplitKvAttention`).
     """
@@ -181,7 +181,7 @@ class OfLogitsRows(Frozen):
 
 
 def of_logits_rows(count: Count) -> Count:
-    """Return a count of only the rows with logits, from a count of all rows of a batch."""
+    """Turn a count of all rows of a batch into a count of only the rows with logits."""
     if count in (each_sampled_row, once_if_sampled, each_request):
         return count
     if count is each_row:
