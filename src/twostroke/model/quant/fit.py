@@ -32,9 +32,9 @@ def fit_scale(
 ) -> Floats:
     """Return the scale of each group that quantizes the group with the least squared error.
 
-    Groups are (..., size), scales float32 (..., 1). `nearest` maps scaled values to codes. Several
-    scales are tried: each maps the value farthest from zero to one of `peaks`, which are codes and
-    may be negative. `weights` multiply the squared errors.
+    Groups are (..., size), scales float32 (..., 1). `nearest` maps scaled values to codes. One
+    scale is tried for each of `peaks`: the scale with which the value farthest from zero gets this
+    code, which may be negative. `weights` multiply the squared errors.
     """
     weighted = groups if weights is None else groups * weights
     farthest = np.abs(groups).argmax(axis=-1, keepdims=True)
@@ -80,14 +80,17 @@ def fit_scale_and_minimum(groups: Floats, max_code: int) -> tuple[Floats, Floats
 
 
 def nearest_scaled(groups: Floats, scales: Floats, nearest: Nearest) -> Floats:
-    """Return the codes of groups (n, k, size), after their scales (n, k) are chosen and rounded."""
+    """Return the codes of groups (n, k, size) that are nearest for given scales (n, k).
+
+    The scales are already rounded as the format stores them. `nearest` maps scaled values to codes.
+    """
     return nearest(groups * _inverse(scales)[:, :, None])
 
 
 def nearest_codes(groups: Floats, scales: Floats, minimums: Floats, max_code: int) -> Bytes:
     """Return the codes of groups (n, k, size), from 0 to `max_code`, for given scales and minimums.
 
-    Scales and minimums are (n, k), and rounded as they are stored.
+    Scales and minimums are (n, k), already rounded as the format stores them.
     """
     codes = (groups + minimums[:, :, None]) * _inverse(scales)[:, :, None]
     nearest: Bytes = np.clip(np.rint(codes), 0, max_code).astype(np.uint8)
@@ -97,9 +100,9 @@ def nearest_codes(groups: Floats, scales: Floats, minimums: Floats, max_code: in
 def quantize_scales(scales: Floats, min_code: int, max_code: int) -> tuple[Floats, Floats]:
     """Quantize the scales of a block's groups: a row (n, k) becomes integers times one scale.
 
-    Returns that scale of each row as float32 (n, 1), rounded to float16, and the integers, float32
-    (n, k) from `min_code` to `max_code`. The scale farthest from zero becomes the limit that is
-    farther from zero.
+    Returns (the scale of each row, the integers). The scales are float32 (n, 1), rounded to
+    float16; the integers are float32 (n, k), from `min_code` to `max_code`. The group scale
+    farthest from zero becomes whichever of these two limits is farther from zero.
     """
     extreme_code = min_code if -min_code > max_code else max_code
     farthest = np.abs(scales).argmax(axis=-1, keepdims=True)
@@ -110,9 +113,9 @@ def quantize_scales(scales: Floats, min_code: int, max_code: int) -> tuple[Float
 
 
 def _fit_line(groups: Floats, codes: Floats) -> tuple[Floats, Floats]:
-    """Return the scale and the offset, at most zero, that fit groups to their codes.
+    """Fit groups = scale * codes + offset by least squares; return (scale, offset).
 
-    The fit is groups = scale * codes + offset, by least squares.
+    The offset is at most zero.
     """
     size = np.float32(groups.shape[-1])
     sum_values = groups.sum(axis=-1, keepdims=True)

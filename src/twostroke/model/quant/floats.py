@@ -75,10 +75,11 @@ SCALE_OFFSETS: Final[Mapping[str, tuple[int, ...]]] = {
 
 
 def terms_by_scale(tensor: QuantTensor) -> tuple[Floats, ...]:
-    """Split a quantized matrix into the sum of one term for each float16 scale of its blocks.
+    """Split a quantized matrix into terms that add up to it: one for each float16 scale of a block.
 
-    Training multiplies each term by a learned factor (`multiply_scales` stores the factors). A term
-    is float32 (rows, blocks, block_size).
+    For example, a block of Q4_K has a scale, and a scale of its minimums. Training multiplies each
+    term by a learned factor (`multiply_scales` stores the factors). A term is float32 (rows,
+    blocks, block_size).
     """
     fmt = tensor.format
     blocks = np.ascontiguousarray(tensor.data).reshape(-1, fmt.block_bytes)

@@ -25,11 +25,12 @@ class Format(Frozen):
 
     `kernel_id` is the number of the native kernels that multiply the format (`WeightType` in
     native/linear/linear.h), -1 if there are none. `to_kernel` converts rows of bytes to the layout
-    that these kernels read, if it differs. `group_size` values share a scale. `gguf_id` is the
-    type's number in GGUF files, None if it has none. `decode` maps bytes (blocks, block_bytes) to
-    float32 (blocks, block_size), exactly. `encode` rounds float32 to bytes; None if the format is
-    only read. `packed_bits` is the size of a value in the kernels' layout, if it is larger than
-    `bits_per_value` rounded up to whole bytes.
+    that these kernels read, if it differs. `packed_bits` is the size of a value in the kernels'
+    layout, if it is larger than `bits_per_value` rounded up to whole bytes.
+
+    `group_size` values share a scale. `gguf_id` is the type's number in GGUF files, None if it has
+    none. `decode` maps bytes (blocks, block_bytes) to float32 (blocks, block_size), exactly.
+    `encode` rounds float32 to bytes; None if the format is only read.
     """
 
     name: str
@@ -45,12 +46,12 @@ class Format(Frozen):
 
     @property
     def bits_per_value(self) -> float:
-        """The number of bits of one value, its share of the block's scales included."""
+        """The number of bits of one value, including its share of the block's scales."""
         return 8 * self.block_bytes / self.block_size
 
     @property
     def multiplies_floats(self) -> bool:
-        """Whether the format's kernels multiply float activations instead of rounded ones."""
+        """Whether the format's kernels multiply float activations instead of quantized ones."""
         return self.kernel_id in _FLOAT_KERNELS
 
     def num_bytes(self, num_values: int) -> int:
@@ -86,9 +87,9 @@ def ggml_format(
     decode: Callable[[Bytes], Floats],
     encode: Callable[[Floats], Bytes],
 ) -> Format:
-    """Return a number format of ggml (GGUF); its kernels have the format's number in GGUF files.
+    """Return a number format of ggml; `number` is its type in GGUF files, and its kernel id.
 
-    `sizes` are the values of a group, the values of a block, and the bytes of a block.
+    `sizes` are the number of values in a group, of values in a block, and of bytes in a block.
     """
     return Format(name, number, *sizes, decode, encode, gguf_id=number)
 
@@ -108,9 +109,9 @@ def unpack_planes(packed: Bytes, bits: int, run: int) -> Bytes:
     """Unpack quantized codes that are stored in bit planes of their blocks.
 
     Bytes (blocks, bytes) become codes below 2**bits, uint8 (blocks, bytes * 8 / bits). Every block
-    format of ggml packs this way: a run of bytes holds a run of codes in each of its bit planes.
-    With 2-bit codes, a run of 32 bytes holds values 0 to 31 in bits 0 and 1, values 32 to 63 in
-    bits 2 and 3, and so on. In a run of 1 byte neighbouring codes share a byte.
+    format of ggml packs this way. `run` is a number of bytes; these bytes hold `run` codes in each
+    of their bit planes. With 2-bit codes, a run of 32 bytes holds values 0 to 31 in bits 0 and 1,
+    values 32 to 63 in bits 2 and 3, and so on. In a run of 1 byte neighbouring codes share a byte.
     """
     runs = packed.reshape(packed.shape[0], -1, 1, run)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)

@@ -20,9 +20,9 @@ _DOUBLED_MIDDLES = (_DOUBLED_MAGNITUDES[1:] + _DOUBLED_MAGNITUDES[:-1]) / 2
 
 
 def _nv_scales() -> Floats:
-    """Return the values of NVFP4's scale codes: E4M3 without a sign, and 0x7F is zero.
+    """Return the values of NVFP4's scale codes, as ggml reads them.
 
-    ggml reads the codes in this way.
+    They are E4M3 numbers without a sign, except code 0x7F, which is zero.
     """
     codes = np.arange(256) & 0x7F
     scales: Floats = E4M3[codes]
@@ -43,7 +43,7 @@ class _Fp4Layout(Frozen, eq=False):
         return grouped(4, self.group, "f32", table="e2m1")
 
     def to_kernel(self, data: Bytes) -> Bytes:
-        """Convert rows of MXFP4 or NVFP4 blocks, uint8 (rows, row_bytes), to the kernels' form."""
+        """Convert rows of blocks, uint8 (rows, row_bytes), to the layout that kernels read."""
         size = self.num_groups + self.num_groups * self.group // 2
         blocks = data.reshape(-1, size)
         scales = self.scales[blocks[:, : self.num_groups]].reshape(-1, 1)

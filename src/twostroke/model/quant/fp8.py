@@ -1,4 +1,4 @@
-"""FP8 weights of quantized folders: E4M3 numbers in groups of a row that share a scale."""
+"""FP8 weights of quantized safetensors models: E4M3 numbers in groups that share a scale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Number formats of quantized folders (GPTQ, AWQ, ...): groups of codes that share a scale."""
+"""Number formats of quantized safetensors models (GPTQ, AWQ, ...): groups that share a scale."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def assemble(fmt: Format, codes: Bytes, scales: Bytes, zeros: Bytes | None = Non
 
 
 def scale_rows(tensor: QuantTensor, factors: Floats) -> QuantTensor:
-    """Multiply the rows of a quantized matrix by powers of two; only the scales change."""
+    """Multiply each row of a quantized matrix by a power of two, which changes only its scales."""
     scale = tensor.format.name.split("_")[2].lower()
     blocks = tensor.data.reshape(len(factors), -1, tensor.format.block_bytes).copy()
     size = SCALE_BYTES[scale]
@@ -154,8 +154,8 @@ class _GroupedLayout(Frozen):
     def kernel_group(self) -> int:
         """The group size that the kernels have, to which `to_kernel` converts.
 
-        A group that is larger is cut; a group that is not a multiple is padded, and must be a whole
-        row.
+        A larger group is cut into groups of this size. A group that is not a multiple of it is
+        padded, which requires that the group is a whole row.
         """
         if self.table is not None:
             return 32 if self.group % 32 == 0 else 16
@@ -172,7 +172,7 @@ class _GroupedLayout(Frozen):
         return packed if self.bits == 8 else unpack_planes(packed, 4, run=1)
 
     def to_kernel(self, data: Bytes) -> Bytes:
-        """Convert rows of blocks of this format, uint8 (rows, row_bytes), to the kernels' form."""
+        """Convert rows of blocks, uint8 (rows, row_bytes), to the layout that kernels read."""
         rows = len(data)
         head = self.head_bytes
         size = self.kernel_group * self.bits // 8
@@ -207,7 +207,7 @@ def _decode(layout: _GroupedLayout, blocks: Bytes) -> Floats:
 def _encode(layout: _GroupedLayout, values: Floats) -> Bytes:
     """Quantize values to blocks of a grouped format.
 
-    The scale is rounded to its type first; then codes are computed with the rounded scale.
+    The scale is rounded to its stored type first; codes are computed with the rounded scale.
     """
     max_code = np.float32((1 << layout.bits) - 1)
     half = np.float32(1 << (layout.bits - 1))

@@ -1,20 +1,22 @@
-"""IQ1, IQ2, IQ3 and IQ4 of GGUF files: codes that name uneven levels, or entries of a codebook.
+"""IQ1, IQ2, IQ3 and IQ4 of GGUF files: codes of unevenly spaced levels, or of codebook entries.
 
 The layouts are ggml's (`block_iq2_xxs` and so on).
 
-IQ1 to IQ3 have blocks of 256 values. An index names an entry of the format's codebook: the
-magnitudes of four or eight values at once. Signs are bytes, value i of eight in bit i, or seven
-bits of such a byte, where the eighth sign makes the number of minus signs even. A value of IQ2 and
-IQ3 is a magnitude with its sign; a value of IQ1 is -1, 0 or 1, plus or minus an eighth. All values
-of a group are multiplied by `scale * (2 * step + 1)`, where the scale is a float16, and by a power
-of two. Kernels look up no codebook: `to_kernel` writes each value's own code of three or four bits,
-as docs/development/kernels/packing.md says. The kernels' block has the scale; for each group
-`2 * step + 1`; and a byte for each code, whose highest bit is the sign, or IQ1's minus an eighth.
+IQ1 to IQ3 have blocks of 256 values. An index selects an entry of the format's codebook: the
+magnitudes of four or eight values at once. The signs of eight values are a byte, value i in bit i.
+Some formats store only seven bits of it; the eighth sign then makes the number of minus signs even.
+A value of IQ2 and IQ3 is a magnitude with its sign; a value of IQ1 is -1, 0 or 1, plus or minus
+1/8. All values of a group are multiplied by `scale * (2 * step + 1)`, where the scale is a float16
+and the step a small integer, and by a power of two. Kernels look up no codebook: `to_kernel` writes
+each value's own code of three or four bits, as docs/development/kernels/packing.md says. The
+kernels' block has the scale, `2 * step + 1` of each group, and a byte for each code. The highest
+bit of the byte is the sign; in IQ1, the sign of the 1/8.
 
 The codebooks are `iq1s_grid`, `iq2xxs_grid`, `iq2xs_grid`, `iq2s_grid`, `iq3xxs_grid` and
-`iq3s_grid` of ggml (ggml/src/ggml-common.h in https://github.com/ggml-org/llama.cpp, read from
-gguf 0.19.0 on 2026-11-26). Entries ascend if the first value is taken as the lowest digit, so one
-bit for each possible combination of magnitudes stores a codebook.
+`iq3s_grid` of ggml (ggml/src/ggml-common.h in https://github.com/ggml-org/llama.cpp, read from gguf
+0.19.0 on 2026-11-26). A codebook is stored as one bit for each possible combination of magnitudes,
+which tells whether it is an entry. This is enough because the entries ascend, if the first
+magnitude is taken as the lowest digit.
 
 IQ4 codes are indexes into `IQ4_LEVELS`, 16 unevenly spaced levels (ggml `kvalues_iq4nl`); 16 bytes
 hold the codes of 32 values, 0 to 15 in the low nibbles and 16 to 31 in the high ones.
@@ -62,8 +64,8 @@ _ONE_IN_EACH_BYTE: Final = np.uint64(0x0101010101010101)
 class Codebook(Frozen, eq=False):
     """How kernels decode an IQ format: a value is `levels[code]` * the group's scale * `unit`.
 
-    Kernels read blocks of 256 values in which each value's code has a byte; the blocks of files
-    have indices of a codebook instead (see `CodebookGrid`).
+    Kernels read blocks of 256 values with a byte for the code of each value. (The blocks of model
+    files have codebook indices instead; see `CodebookGrid`.)
     """
 
     name: str
@@ -129,7 +131,7 @@ _IQ1, _IQ2, _IQ2_XXS, _IQ3_XXS, _IQ3_S = CODEBOOKS
 
 @cache
 def _entries(name: str) -> NDArray[Any]:
-    """Return a codebook's entries, each as one integer that has a byte for each code."""
+    """Return the entries of the codebook `name`, each packed into an integer: a byte per code."""
     codes = unpack_codebook(name)
     entries: NDArray[Any] = codes.view(f"u{GRIDS[name].width}")[:, 0]
     return entries
@@ -137,18 +139,18 @@ def _entries(name: str) -> NDArray[Any]:
 
 @cache
 def _sign_bytes(bit: int) -> NDArray[np.uint64]:
-    """Return a table of the sign bits of eight values, as `bit` in the bytes of eight codes.
+    """Return a table that spreads a byte of eight signs over eight bytes, as bit `bit` of each.
 
-    Entry s (of 256) has the bit set in the bytes of the values whose bit in s is 1.
+    Entry s (of 256) is an integer of eight bytes; byte i has the bit set if bit i of s is 1.
     """
     signs = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return (signs << np.uint8(bit)).view(np.uint64)[:, 0]
 
 
 def _even_signs() -> Bytes:
-    """Return a table of the sign bits of eight values, by the seven bits that IQ2 and IQ3 store.
+    """Return a table from the seven sign bits that IQ2 and IQ3 store to all eight sign bits.
 
-    The number of negative values is even, so seven bits tell the eighth.
+    The eighth bit makes the number of negative values even.
     """
     low_bits = np.arange(128, dtype=np.uint8)
     odd = np.unpackbits(low_bits[:, None], axis=1).sum(axis=1) & 1
@@ -160,14 +162,17 @@ _EVEN_SIGNS: Final = _even_signs()
 
 
 def _view_words(data: Bytes, dtype: type[np.unsignedinteger]) -> NDArray[np.uint32]:
-    """Return the bytes of each block as little-endian words of the type `dtype`."""
+    """Return the bytes of each block as little-endian words of the type `dtype`, as uint32."""
     return np.ascontiguousarray(data).view(dtype).astype(np.uint32)
 
 
 def _bit_fields(
     words: NDArray[np.uint32], shifts: tuple[int, ...], mask: int
 ) -> NDArray[np.uint32]:
-    """Return bit fields of words, at each of `shifts`: words (n, k) become (n, k * shifts)."""
+    """Extract bit fields from words: shift each word by each of `shifts`, and apply `mask`.
+
+    Words (n, k) become (n, k * number of shifts).
+    """
     fields = words[:, :, None] >> np.array(shifts, np.uint32) & np.uint32(mask)
     return fields.reshape(len(words), -1)
 
@@ -307,8 +312,8 @@ IQ3_S = _format("IQ3_S", 21, _CodebookLayout(_IQ3_S, 110, _iq3_s), 4.375)
 class CodebookGrid(Frozen):
     """The shape of a codebook: each entry is `width` digits below `num_levels`.
 
-    The source has one bit for each possible entry, which tells whether the codebook has it. The
-    codebook's bits begin at byte `start`.
+    The stored codebooks have one bit for each possible entry, which tells whether the entry exists.
+    This codebook's bits begin at byte `start`.
     """
 
     num_levels: int
@@ -397,7 +402,10 @@ def decode_iq4_nl(blocks: Bytes) -> Floats:
 
 
 def encode_iq4_nl(values: Floats) -> Bytes:
-    """Encode float32 (n, 32) as IQ4_NL blocks, bytes (n, 18); least squares fit the scale."""
+    """Encode float32 (n, 32) as IQ4_NL blocks, bytes (n, 18).
+
+    The scale is fitted by least squares.
+    """
     scale = half_bytes(fit_scale(values, nearest_level, _TRIAL_PEAKS))
     levels = nearest_scaled(values[:, None], half_column(scale, 0), nearest_level)
     codes = level_codes(levels.reshape(-1, 32))
@@ -428,7 +436,7 @@ def encode_iq4_xs(values: Floats) -> Bytes:
 
 
 def pack_iq4_xs(scale: Floats, scale_codes: Floats, codes: Bytes) -> Bytes:
-    """Pack IQ4_XS blocks: block scales (n, 1), groups' scales (n, 8) and codes (n, 256)."""
+    """Pack block scales (n, 1), group scales (n, 8) and codes (n, 256) into IQ4_XS blocks."""
     unsigned_codes = (scale_codes + np.float32(32)).astype(np.uint8)
     parts = [
         half_bytes(scale),
@@ -440,7 +448,7 @@ def pack_iq4_xs(scale: Floats, scale_codes: Floats, codes: Bytes) -> Bytes:
 
 
 def nearest_level(values: Floats) -> Floats:
-    """Return the level of IQ4 formats that is nearest to each value."""
+    """Round each value to the nearest of the 16 levels of IQ4 formats."""
     return IQ4_LEVELS[level_codes(values)]
 
 

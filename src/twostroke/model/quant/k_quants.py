@@ -46,7 +46,7 @@ def encode_q3_k(values: Floats) -> Bytes:
 
 
 def pack_q3_k(scale: Floats, scale_codes: Floats, codes: Bytes) -> Bytes:
-    """Pack Q3_K blocks: block scales (n, 1), groups' scales (n, 16) and codes (n, 256)."""
+    """Pack block scales (n, 1), group scales (n, 16) and codes (n, 256) into Q3_K blocks."""
     unsigned_codes = (scale_codes + np.float32(32)).astype(np.uint8)
     parts = [
         pack_planes(codes >> np.uint8(2), 1, run=32),
@@ -75,7 +75,7 @@ def encode_q6_k(values: Floats) -> Bytes:
 
 
 def pack_q6_k(scale: Floats, scale_codes: Floats, codes: Bytes) -> Bytes:
-    """Pack Q6_K blocks: block scales (n, 1), groups' scales (n, 16) and codes (n, 256)."""
+    """Pack block scales (n, 1), group scales (n, 16) and codes (n, 256) into Q6_K blocks."""
     parts = [
         pack_planes(codes & np.uint8(15), 4, run=64),
         pack_planes(codes >> np.uint8(4), 2, run=32),
@@ -101,8 +101,8 @@ def _fit_around_zero(
 ) -> tuple[Floats, Floats, Bytes]:
     """Quantize float32 (n, 256) to codes below 2 * `half`, with signed integer group scales.
 
-    Returns the block scales (n, 1), the groups' scales (n, 16) from -`max_scale_code` to
-    `max_scale_code - 1`, and the codes (n, 256).
+    Returns (block scales (n, 1), group scales (n, 16), codes (n, 256)). Group scales are from
+    -`max_scale_code` to `max_scale_code - 1`. `peaks`: as in `fit_scale`.
     """
     groups = values.reshape(-1, 16, 16)
     nearest = code_rounder(-half, half - 1)
@@ -234,8 +234,8 @@ def _fit_from_minimum(
 ) -> tuple[tuple[Floats, Floats], tuple[Bytes, Bytes], Bytes]:
     """Quantize groups (n, k, size) to codes up to `max_code`, with integer scales and minimums.
 
-    Returns the block scales (n, 1) that multiply the groups' scales and minimums, the groups'
-    scales and minimums (n, k) up to `max_scale_code`, and the codes (n, 256).
+    Returns ((block scale of the group scales, block scale of the group minimums), each (n, 1);
+    (group scales, group minimums), each (n, k) up to `max_scale_code`; the codes (n, 256)).
     """
     scales, minimums = fit_scale_and_minimum(groups, max_code)
     scale, scale_codes = quantize_scales(scales[:, :, 0], 0, max_scale_code)

@@ -5,8 +5,8 @@ smallest value as float16; in Q5_0 and Q5_1 four bytes with the codes' fifth bit
 16 bytes with the codes' lower four bits, values 0 to 15 in the low nibbles and 16 to 31 in the high
 ones. Q8_0 has 32 signed bytes after its scale.
 
-A value of Q4_0, Q5_0 and Q8_0 is (code - half) * scale, with half = 8, 16 and 0; a value of Q4_1
-and Q5_1 is code * scale + smallest.
+A value of Q4_0, Q5_0 and Q8_0 is (code - half) * scale, with half = 8, 16 and 0. A value of Q4_1
+and Q5_1 is code * scale + the smallest value.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def decode_from_smallest(blocks: Bytes) -> Floats:
 def encode_from_smallest(values: Floats, bits: int) -> Bytes:
     """Encode float32 (n, 32) as Q4_1 (4 bits) or Q5_1 (5 bits) blocks.
 
-    The levels are even steps from the smallest value to the largest.
+    The levels are evenly spaced from the smallest value to the largest.
     """
     low = values.min(axis=1, keepdims=True)
     scale = (values.max(axis=1, keepdims=True) - low) / np.float32((1 << bits) - 1)

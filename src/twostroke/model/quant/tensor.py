@@ -22,11 +22,13 @@ class QuantTensor(Frozen, eq=False):
     """A weight as its file stores it: the bytes, their number format, and the shape.
 
     `shape` is row-major: (outputs, inputs) for a matrix, (values,) for a vector, (experts, outputs,
-    inputs) for a stack. `data` is uint8 (rows, row_bytes), usually a read-only view into a memory-
-    mapped file; rows are all dimensions but the last, one row for a vector.
+    inputs) for a stack. `data` is uint8 (rows, row_bytes), usually a read-only view into a
+    memory-mapped file. The number of rows is the product of all dimensions but the last; a vector
+    is one row.
 
-    With an `order` (inputs,) column i of `data` belongs to the input `order[i]`. Such a matrix was
-    quantized with its inputs sorted ("act-order"), so that the inputs of a group are neighbours.
+    If there is an `order` (inputs,), column i of `data` belongs to input `order[i]`. Such a matrix
+    was quantized with its inputs sorted ("act-order"), so that the inputs of a group are
+    neighbours.
     """
 
     format: Format
@@ -73,7 +75,7 @@ class QuantTensor(Frozen, eq=False):
         return self.num_bytes if bits is None else int(self.num_values * bits / 8)
 
     def part(self, first: int, end: int) -> QuantTensor:
-        """Return only outputs `first` to `end` of a matrix, or values of a vector, as a view."""
+        """Return outputs `first` to `end` of a matrix, or these values of a vector, as a view."""
         if len(self.shape) == 1:
             return self.columns(first, end)
         rows = self.num_rows // self.shape[0]
@@ -81,9 +83,9 @@ class QuantTensor(Frozen, eq=False):
         return replace(self, shape=(end - first, *self.shape[1:]), data=data)
 
     def columns(self, first: int, end: int) -> QuantTensor:
-        """Return only the inputs `first` to `end` of a matrix, in whole blocks, without a copy.
+        """Return inputs `first` to `end` of a matrix, without a copy.
 
-        The matrix must have no `order`.
+        The range must consist of whole blocks, and the matrix must have no `order`.
         """
         assert self.order is None
         data = self.data[:, self.format.num_bytes(first) : self.format.num_bytes(end)]
