@@ -46,7 +46,7 @@ def read_added_tokens(
     """Return the added tokens of a Hugging Face folder's tokenizer, as transformers 5 reads them.
 
     The arguments are the contents of tokenizer.json, tokenizer_config.json, special_tokens_map.json
-    and added_tokens.json; missing files are empty.
+    and added_tokens.json; a missing file is passed as an empty object.
 
     Raises:
         ModelFormatError: a token's id is not a whole number from 0.
@@ -78,7 +78,7 @@ def read_added_tokens(
 def _named_tokens(config: Json, special_map: Json) -> dict[str, str | Json]:
     """Return a folder's special tokens that have names, such as `bos_token`, by name.
 
-    The order is fixed. A token is a text, or an object with flags.
+    The order is fixed. The value is the token's text, or an object with its text and flags.
     """
     named_tokens = {name: value for name, value in config.items() if _is_named(name, value)}
     extras = config.get("extra_special_tokens")
@@ -104,7 +104,7 @@ def _unnamed_tokens(config: Json, special_map: Json) -> list[str | Json]:
 
 
 def _listed_by_text(config: Json, special_map: Json, added_json: Json) -> dict[int, Json]:
-    """Return the tokens of added_tokens.json by id, in the form of tokenizer.json's entries.
+    """Return the tokens of added_tokens.json by id, with the fields of tokenizer.json's entries.
 
     A token is special if the other files list its text as special.
     """
@@ -132,7 +132,7 @@ def _text(value: str | Json) -> str:
 
 
 def _own_token(entry: Json) -> AddedToken:
-    """Return an added token from its entry in tokenizer.json; flags that are missing are false."""
+    """Return an added token from its entry in tokenizer.json; missing flags are false."""
     flags = {flag: bool(entry.get(flag)) for flag in ("special", "normalized", *_FLAGS)}
     return AddedToken(_id_of(entry["id"]), str(entry["content"]), **flags)
 

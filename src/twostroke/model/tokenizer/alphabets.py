@@ -1,4 +1,4 @@
-"""The spelling of bytes and spaces in a vocabulary: byte-level (GPT-2) and SentencePiece."""
+"""How vocabularies spell bytes and spaces as characters: byte-level (GPT-2) and SentencePiece."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ def byte_level_bytes(text: str) -> bytes:
 
 
 def sentencepiece_bytes(text: str) -> bytes:
-    """Return the bytes of a SentencePiece token: U+2581 is a space, `<0xAB>` the byte 0xAB."""
+    """Return the bytes of a SentencePiece token's text.
+
+    U+2581 stands for a space, and `<0xAB>` for the byte 0xAB.
+    """
     value = byte_token(text)
     return value if value is not None else text.replace(SPACE, " ").encode("utf-8", "replace")
 
@@ -57,8 +60,8 @@ def byte_token(text: str) -> bytes | None:
 def mark_spaces(*, prefix: bool) -> Cut:
     """Return a function that writes a text's spaces as U+2581, for SentencePiece.
 
-    Like other cuts, the function returns a list of words: here the whole text as one word. With
-    `prefix`, U+2581 is also put first.
+    Functions of the type `Cut` return a list of words; this one returns the whole text as one word.
+    With `prefix`, U+2581 is also put first.
     """
     start = SPACE if prefix else ""
     return lambda text: [start + text.replace(" ", SPACE)]
@@ -67,8 +70,9 @@ def mark_spaces(*, prefix: bool) -> Cut:
 def cut_before_spaces(vocabulary: Vocabulary) -> Cut:
     """Return a function that cuts text before its marked spaces (U+2581), for SentencePiece.
 
-    Text is not cut inside tokens that contain a space. Merging the resulting words one by one has
-    the same result as merging the whole text, but words occur repeatedly and can be cached.
+    Text is not cut where a token of the vocabulary may contain the space. Merging the resulting
+    words one by one therefore has the same result as merging the whole text, but words occur
+    repeatedly and can be cached.
     """
     chars_before_space = re.escape(vocabulary.characters_before(SPACE))
     joined = f"(?:(?<=[{chars_before_space}]){SPACE}+[^{SPACE}]*)*" if chars_before_space else ""

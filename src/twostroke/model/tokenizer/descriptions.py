@@ -42,8 +42,8 @@ class WordSplitter(Frozen):
 
     `cut` cuts the first segment of a text, `cut_rest` each segment after an added token, and
     `cut_exact` text that must be encoded exactly, without an added space. With `has_bytes` the
-    vocabulary is byte-level (GPT-2): tokens spell bytes. With `spells_bytes` the words from the cut
-    functions already spell bytes; otherwise the merges do so.
+    vocabulary is byte-level (GPT-2): its tokens are spelled bytes. With `spells_bytes` the words
+    that the cut functions return are spelled in this way already; otherwise `Merges` spells them.
     """
 
     normalize: Normalize
@@ -57,8 +57,8 @@ class WordSplitter(Frozen):
 def read_words(description: Description) -> WordSplitter:
     """Return the functions by which a tokenizer.json normalizes text and cuts it into words.
 
-    Raises ModelFormatError for an unknown kind of normalizer or pre-tokenizer. `check_steps` must
-    have checked their fields before.
+    The caller must have checked the fields of the file with `check_steps`. Raises ModelFormatError
+    for an unknown kind of normalizer or pre-tokenizer.
     """
     normalizer_steps = list(flatten_steps(description.get("normalizer"), "normalizers"))
     normalize: list[Normalize] = []
@@ -93,8 +93,9 @@ def read_words(description: Description) -> WordSplitter:
 def _cuts(steps: list[Description], schemes: frozenset[str], *, spells_bytes: bool) -> list[Cut]:
     """Return a function for each pre-tokenizer that cuts text into words, in order.
 
-    `schemes` are the Metaspace schemes that add a space here. With `spells_bytes`, a ByteLevel pre-
-    tokenizer also spells the bytes of its words as characters.
+    `schemes` are the Metaspace schemes that add a space in this case: before a first segment,
+    before a later segment, or in text that must be encoded exactly (none). With `spells_bytes`, a
+    ByteLevel pre-tokenizer also spells the bytes of its words as characters.
     """
     cuts: list[Cut] = []
     for step in steps:
@@ -107,7 +108,7 @@ def _cuts(steps: list[Description], schemes: frozenset[str], *, spells_bytes: bo
 
 @contextmanager
 def _name_step_in_errors(kind: str, step: Description) -> Iterator[None]:
-    """Add a normalizer's or pre-tokenizer's name to an error about its pattern or table."""
+    """Add the name of a normalizer or pre-tokenizer to errors about its pattern or table."""
     try:
         yield
     except ModelFormatError as error:
@@ -190,7 +191,7 @@ def _word_length(step: Description) -> int:
 def _behavior_for(behavior: str, schemes: frozenset[str]) -> str:
     """Return how a pre-tokenizer treats the matches of its pattern, such as "Isolated".
 
-    Text that must be encoded exactly keeps all matches.
+    If no `schemes` are given, text must be encoded exactly: no match is removed from it.
     """
     return behavior if schemes or behavior != "Removed" else "Isolated"
 

@@ -49,8 +49,8 @@ def from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
     """Return the tokenizer that a GGUF file's metadata describes.
 
     `metadata` maps keys to Python values: strings, numbers, and sequences for arrays. Raises
-    ModelFormatError for an unknown kind of tokenizer or pre-tokenizer, and for metadata whose parts
-    contradict each other.
+    ModelFormatError for an unknown kind of tokenizer or pre-tokenizer, and for contradictory
+    metadata.
     """
     kind = metadata.get("tokenizer.ggml.model")
     if kind is None:
@@ -67,7 +67,7 @@ def from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
 def _byte_level(fields: _TokenizerFields) -> Tokenizer:
     """Read a byte-level (GPT-2) tokenizer from a GGUF file.
 
-    A pattern cuts text into words, characters spell bytes, and the file lists the merges.
+    A pattern cuts text into words, bytes are spelled as characters, and the file lists the merges.
     """
     name = fields.get("pre", str) or "default"
     if name in SENTENCEPIECE_NAMES:
@@ -93,8 +93,8 @@ def _byte_level(fields: _TokenizerFields) -> Tokenizer:
 def _sentencepiece(fields: _TokenizerFields) -> Tokenizer:
     """Read a SentencePiece tokenizer from a GGUF file.
 
-    Neighbouring characters are merged in the order of the tokens' scores. Characters that are no
-    tokens become bytes.
+    Neighbouring characters are merged in the order of the tokens' scores. A character that is not a
+    token becomes the tokens of its bytes.
     """
     # Runs of spaces are listed as user-defined, but are merged like ordinary tokens, and first.
     space_run_ids = {
@@ -139,8 +139,8 @@ def _sentencepiece(fields: _TokenizerFields) -> Tokenizer:
 def _sentencepiece_merges(fields: _TokenizerFields) -> Tokenizer:
     """Read Gemma 4's tokenizer from a GGUF file.
 
-    It is a SentencePiece tokenizer whose file lists the merges. Characters that are no tokens
-    become bytes.
+    It is a SentencePiece tokenizer whose file lists the merges. A character that is not a token
+    becomes the tokens of its bytes.
     """
     added = fields.added()
     bytes_of = _byte_tokens(fields)
@@ -173,7 +173,7 @@ def _parts(
     *,
     begin: bool,
 ) -> TokenizerParts:
-    """Return the tokenizer parts that are read in the same way for all kinds of GGUF tokenizers.
+    """Return the parts of a tokenizer, given the parts that differ between kinds of tokenizers.
 
     `begin` is the default of `add_bos_token`.
     """
@@ -198,8 +198,8 @@ def _parts(
 def _with_phi3_stripping(added: tuple[AddedToken, ...]) -> tuple[AddedToken, ...]:
     """Return the added tokens with the flag `rstrip` for Phi-3, which GGUF files cannot store.
 
-    Phi-3's tokens for the turns of a chat include the white space after them, which its templates
-    write. Other models' tokens are unchanged.
+    With the flag, Phi-3's special tokens of a chat include the white space that its templates write
+    after them. Tokens of other models are returned unchanged.
     """
     if not {token.text for token in added if token.special} >= _PHI3_TURN_TOKENS:
         return added
@@ -217,7 +217,7 @@ def _is_spaces(text: str) -> bool:
 def _character_options(fields: _TokenizerFields, bytes_of: Mapping[int, bytes]) -> MergeOptions:
     """Return the merge options of SentencePiece tokenizers.
 
-    A word is divided into characters; a character that is no token becomes its bytes.
+    A word is divided into characters; a character that is not a token becomes its bytes.
     """
     ids_of = {value[0]: id_ for id_, value in bytes_of.items()}
     return MergeOptions(
@@ -229,9 +229,9 @@ def _character_options(fields: _TokenizerFields, bytes_of: Mapping[int, bytes]) 
 
 
 def _byte_tokens(fields: _TokenizerFields) -> dict[int, bytes]:
-    """Return the ids of a GGUF file's tokens that spell one byte, with their bytes.
+    """Return the tokens of a GGUF file that spell one byte: a map from token id to the byte.
 
-    If a SentencePiece file does not mark these tokens, they are found by their texts.
+    If a SentencePiece file does not mark these tokens, they are recognized by their texts.
     """
     ids: Iterable[int] = [id_ for id_, kind in fields.types.items() if kind == _BYTE]
     if not ids and fields.spells_pieces:
@@ -289,10 +289,10 @@ class _TokenizerFields:
         return () if before_id is None else (before_id,), () if after_id is None else (after_id,)
 
     def infill(self) -> tuple[list[int | None], list[int | None], list[int | None]]:
-        """Return the ids of the tokens for filling in the middle: marks, heads, and end tokens.
+        """Return the ids of tokens for filling in the middle: (marks, heads, end tokens).
 
-        Three marks are before the prefix, the suffix and the middle. Two heads are before the names
-        of repository and file. An id is None if the file has none.
+        The three marks stand before the prefix, the suffix and the middle. The two heads stand
+        before the name of a repository, and of a file. An id is None if the file has no such token.
         """
         mark_ids = []
         for key, older_key in _INFILL_KEYS:
@@ -315,7 +315,7 @@ class _TokenizerFields:
         return {name: source for name, source in sources.items() if isinstance(source, str)}
 
     def get(self, key: str, kind: type[T]) -> T | None:
-        """Return the tokenizer field at `key`, a value of type `kind`; None without a value."""
+        """Return the tokenizer field at `key`, a value of type `kind`; None if it is missing."""
         value = self._metadata.get(f"tokenizer.ggml.{key}")
         if value is None:
             return None

@@ -47,7 +47,8 @@ _UNSUPPORTED_OPTIONS = ("dropout", "continuing_subword_prefix", "end_of_word_suf
 def from_tokenizer_json(path: Path, num_rows: int | None = None) -> Tokenizer:
     """Return the tokenizer of a Hugging Face folder, or of a `tokenizer.json` in a folder.
 
-    If the model's embedding table has `num_rows`, added tokens without a row are left out.
+    If `num_rows`, the rows of the model's embedding table, is given, added tokens without a row are
+    left out.
 
     Reads BPE models: byte-level models, and SentencePiece models as converted by Hugging Face. Also
     reads these files if they exist: `tokenizer_config.json`, the other files with added tokens
@@ -137,7 +138,7 @@ def _build(
 def _check_added_ids(added: tuple[AddedToken, ...], *, limit: int) -> None:
     """Refuse an added token whose id is far above all other ids.
 
-    A damaged file could otherwise take much memory, since unused ids between take some.
+    All ids up to the largest take memory, so a damaged file could otherwise take much.
     """
     for token in added:
         if token.id >= limit:
@@ -148,7 +149,7 @@ def _check_added_ids(added: tuple[AddedToken, ...], *, limit: int) -> None:
 
 
 def _with_rows(added: tuple[AddedToken, ...], num_rows: int | None) -> tuple[AddedToken, ...]:
-    """Return the added tokens that have a row in the model's embedding table; log the others."""
+    """Return the added tokens that have a row in the model's embedding table; log other tokens."""
     if num_rows is None:
         return added
     rowless = [token.text for token in added if token.id >= num_rows]
@@ -178,7 +179,7 @@ def _read_merges(
 ) -> tuple[Merges, int]:
     """Return a tokenizer.json's merges, and the number of token ids.
 
-    Special tokens are not in the merges' vocabulary, so text never becomes one.
+    The vocabulary of the merges has no special tokens, so that text never becomes a special token.
     """
     for name in _UNSUPPORTED_OPTIONS:
         if model.get(name):
@@ -221,7 +222,7 @@ def _unknown_id(model: dict[str, Any], vocabulary: Vocabulary) -> int | None:
 
 
 def _surrounding_ids(processor: dict[str, Any] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the token ids that a tokenizer.json's post-processor puts before and after a text."""
+    """Return the ids that a tokenizer.json's post-processor puts (before, after) a text."""
     before: list[int] = []
     after: list[int] = []
     for step in flatten_steps(processor, "processors"):
@@ -242,7 +243,7 @@ def _surrounding_ids(processor: dict[str, Any] | None) -> tuple[tuple[int, ...],
 
 
 def _template_ids(step: dict[str, Any]) -> tuple[list[int], list[int]]:
-    """Return the ids that a TemplateProcessing post-processor puts before and after a text."""
+    """Return the ids that a TemplateProcessing post-processor puts (before, after) a text."""
     before: list[int] = []
     after: list[int] = []
     side = before
@@ -255,7 +256,7 @@ def _template_ids(step: dict[str, Any]) -> tuple[list[int], list[int]]:
 
 
 def _strips_space(description: dict[str, Any]) -> bool:
-    """Return whether decoding must remove the first space of a text, by the tokenizer's decoder.
+    """Return whether a tokenizer.json's decoder removes the first space of a decoded text.
 
     An unknown decoder is refused.
     """
@@ -273,7 +274,10 @@ def _strips_space(description: dict[str, Any]) -> bool:
 
 
 def _piece_bytes(description: dict[str, Any]) -> Callable[[str], bytes]:
-    """Return a function that turns a token's text into its bytes, by the decoder's steps."""
+    """Return a function that turns a token's text into its bytes, as the decoder's steps say.
+
+    `description` is the content of tokenizer.json.
+    """
     replacements = []
     for step in flatten_steps(description.get("decoder"), "decoders"):
         if step.get("type") == "Replace":

@@ -44,10 +44,13 @@ def infill_tokens(
 ) -> InfillTokens | None:
     """Return a vocabulary's tokens for filling in the middle of a text; None if it has none.
 
-    `mark_ids` are the ids of the tokens before prefix, suffix and middle that the model's files
-    name, `head_ids` the ids of the tokens before repository and file names, and `extra_end_ids`
-    further tokens that end a middle. Well-known added tokens replace the marks if one of them is
-    missing, and each missing head.
+    Args:
+        mark_ids: ids of the tokens before prefix, suffix and middle, as the model's files name
+            them.
+        head_ids: ids of the tokens before the name of a repository, and before the name of a file.
+        extra_end_ids: further tokens that end a middle.
+        added: the added tokens of the vocabulary. If a mark is missing, tokens with well-known
+            texts replace all marks; if a head is missing, such a token replaces this head.
     """
     texts = {token.id: token.text for token in added}
     ids = {text: id_ for id_, text in texts.items()}

@@ -39,7 +39,7 @@ _CHECK_MASK = 0x3FFF  # words or merges between two calls of `check_not_cancelle
 
 
 class TooManyTokensError(Exception):
-    """A text has more tokens than allowed: at least `num_tokens`."""
+    """A text has more tokens than are allowed; it has at least `num_tokens`."""
 
     def __init__(self, num_tokens: int) -> None:
         super().__init__(f"At least {counted_noun(num_tokens, 'token')}.")
@@ -49,11 +49,12 @@ class TooManyTokensError(Exception):
 class MergeOptions(Frozen):
     """How byte-pair encoding divides a word into its first symbols, before merging.
 
-    `byte_level` spells a word's bytes as characters (GPT-2); otherwise the symbols are the word's
-    own characters. With `ignore_merges`, a word that is a token becomes this token without merging.
-    A character that is no token becomes its bytes (`byte_ids`, by value; None for a missing byte
-    token) if all of them are tokens, else the token `unknown` (one token for a whole run with
-    `fuse_unknown`), else nothing.
+    With `byte_level` the symbols are the word's bytes, spelled as characters (GPT-2), else the
+    word's characters. With `ignore_merges`, a word that is a token becomes this token without
+    merging. A character that is not a token becomes the tokens of its bytes (`byte_ids`, by value;
+    None for a byte without a token). If a byte has no token, the character becomes the token
+    `unknown` (one token for a whole run of such characters with `fuse_unknown`); without an
+    `unknown` it is left out.
     """
 
     byte_level: bool = True
@@ -81,7 +82,7 @@ class Merges:
     def encode(
         self, words: Sequence[str], max_tokens: int = sys.maxsize, num_before: int = 0
     ) -> list[int]:
-        """Return the token ids of words, one word after the other.
+        """Return the token ids of words, concatenated.
 
         Raises:
             TooManyTokensError: the words and `num_before` other tokens exceed `max_tokens`.
@@ -126,14 +127,17 @@ class Merges:
     def min_tokens(self, text: str, longest_added: int = 1) -> int:
         """Return a lower bound of the number of tokens in a text, however it is cut into words.
 
-        So a text that is too long is refused quickly, without encoding it. `longest_added` is the
-        size in bytes of the longest added token that may be in the text.
+        With it, a text that is too long is refused quickly, without encoding it. `longest_added` is
+        the size in bytes of the longest added token that may be in the text.
         """
         spelled = byte_level_text(text) if self._options.byte_level else text
         return self._min_tokens(spelled, longest_added)
 
     def min_tokens_of_words(self, words: Sequence[str]) -> int:
-        """Return a lower bound of the number of tokens in words, from the number of words alone."""
+        """Return a lower bound of the number of tokens, from the number of words alone.
+
+        It is 0 if the vocabulary may spell a word with no token at all.
+        """
         options = self._options
         is_complete = options.byte_level or options.unknown is not None
         return len(words) if is_complete else 0
@@ -141,7 +145,8 @@ class Merges:
     def _min_tokens(self, spelled: str, longest_added: int = 1) -> int:
         """Return a lower bound of the number of tokens in a word, without merging it.
 
-        Each token has at most as many symbols as the longest token made of the word's symbols.
+        A token has at most the length of the longest token in the vocabulary that consists of the
+        word's symbols.
         """
         num_symbols = 0
         used_symbols = set[int]()
@@ -255,15 +260,15 @@ def _chunk_starts(length: int) -> Iterator[int]:
 class _Pairs(dict[int, int]):
     """The merge rank of each pair of neighbouring token ids; lower ranks are merged first.
 
-    The rank is `pairs[left << 32 | right]`. A pair whose joined texts are not a token has the rank
-    `_NO_MERGE`. Ranks are computed on demand and cached, up to a limit.
+    The rank is `pairs[left << 32 | right]`. If the joined texts of a pair are not a token, its rank
+    is `_NO_MERGE`. Ranks are computed on demand and cached, up to a limit.
     """
 
     def __init__(self, vocabulary: Vocabulary, order: Order) -> None:
         """Use `order(left, right, merged)` to rank the pair `left`, `right`, which forms `merged`.
 
-        It returns a number, which is lower for a pair that is merged earlier, or None for a pair
-        that is never merged.
+        `order` returns a number, which is lower for a pair that is merged earlier, or None for a
+        pair that is never merged.
         """
         super().__init__()
         self._vocabulary = vocabulary
@@ -296,14 +301,14 @@ class ListedPairs(_Pairs):
 class ScoredPairs(_Pairs):
     """Merge ranks from token scores, by SentencePiece's rule.
 
-    Neighbours may merge if their joined text is a token. The token with the best score comes first;
-    of several pairs that make one token, the pair with the longest left part. Hugging Face's
+    Neighbours may merge if their joined text is a token. The token with the best score is merged
+    first; if several pairs make this token, the pair with the longest left part. Hugging Face's
     converters list the pairs of a vocabulary in the same order (`generate_merges` of transformers'
     tokenization_utils_base.py).
     """
 
     def __init__(self, scores: Sequence[float], vocabulary: Vocabulary) -> None:
-        """Use the score of each token of the vocabulary, by token id."""
+        """Rank pairs by `scores`, which has the score of each token by id."""
         by_score = np.argsort(-np.asarray(scores, np.float64), kind="stable")
         order_by_id = np.empty(len(by_score), np.uint32)
         order_by_id[by_score] = np.arange(len(by_score), dtype=np.uint32)

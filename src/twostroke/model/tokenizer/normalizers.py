@@ -104,7 +104,7 @@ def precompiled(step: dict[str, Any]) -> Callable[[str], str]:
 
 
 class _CharacterMap:
-    """A SentencePiece normalization table: texts and their replacements, as a double array.
+    """A SentencePiece normalization table (a double-array trie): texts and their replacements.
 
     SentencePiece writes it as Darts-clone does (s-yata/darts-clone, include/darts.h): the size of
     the array in bytes, the array of 32-bit units, then the replacements, each ended by a zero byte.
@@ -121,7 +121,7 @@ class _CharacterMap:
     def replaced_cluster(self, cluster: str) -> str:
         """Return the normalized text of a grapheme cluster.
 
-        Without an entry for the cluster, its characters are replaced one by one.
+        If the table has no entry for the cluster, its characters are replaced one by one.
         """
         replacement = self._cache.get(cluster)
         if replacement is None:

@@ -98,10 +98,10 @@ def compile_pattern(pattern: str, form: str = "{}") -> regex.Pattern[str]:
 class _Translation:
     """Translates an Oniguruma pattern to `regex`'s syntax, from left to right.
 
-    `has_sets` tells whether the pattern has nested or intersected character classes. Each method
-    that reads a part of the pattern returns its translation, and most also its size: the number of
-    characters and classes that `regex` keeps in memory for the part, after it has expanded all
-    repetitions. Patterns that are too large are refused.
+    `has_sets` tells whether the pattern has nested or intersected character classes. Most methods
+    read the next part of the pattern and return its translation. Some also return its size: the
+    number of characters and classes that `regex` keeps in memory for the part, after it has
+    expanded all repetitions. Patterns that are too large are refused.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -150,10 +150,10 @@ class _Translation:
         return size
 
     def _alternatives(self, *, extended: bool) -> tuple[str, int]:
-        """Translate a pattern's alternatives, up to the end of their group.
+        """Translate the alternatives (`a|b`) of a pattern or group, up to its end.
 
-        Returns the translation and its size. With `extended`, white space and comments in the
-        pattern are ignored.
+        Returns (translation, size). With `extended`, white space and comments in the pattern are
+        ignored.
         """
         self._deeper()
         parts = []
@@ -171,7 +171,7 @@ class _Translation:
         return "".join(parts), size
 
     def _repeated(self, *, extended: bool) -> tuple[str, int]:
-        """Translate the pattern's next part and its repetitions; return translation and size."""
+        """Translate the pattern's next part and its repetitions; return (translation, size)."""
         text, size = self._part(extended=extended)
         num_repetitions = 0
         while True:
@@ -219,10 +219,7 @@ class _Translation:
         return text + (self._next() if self._at("?") else ""), max(numbers)
 
     def _part(self, *, extended: bool) -> tuple[str, int]:
-        """Translate the pattern's next character, class or group.
-
-        Returns the translation and its size.
-        """
+        """Translate the pattern's next character, class or group; return (translation, size)."""
         char = self._pattern[self._position]
         if char == "(":
             return self._group(extended=extended)
@@ -336,7 +333,7 @@ class _Translation:
         return str(regex.escape(char, special_only=False))
 
     def _members(self, members: str, *, is_inverse: bool) -> str:
-        """Return some members of a character class, translated, as a class of their own.
+        """Return a character class with these translated members, in brackets.
 
         With `is_inverse`, return the class of all other characters.
         """

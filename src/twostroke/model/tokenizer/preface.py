@@ -89,9 +89,9 @@ class ReasoningSplitter:
 
 
 def byte_splitter(preface: ReasoningSection) -> ReasoningSplitter:
-    """Return a splitter that reads bytes as characters (Latin-1).
+    """Return a splitter for text in which each character stands for a byte (Latin-1).
 
-    A token's bytes may be a part of a character.
+    It can be fed token by token, although the bytes of a token may end inside a character.
     """
     begin, end = (mark.encode().decode("latin-1") for mark in (preface.begin, preface.end))
     return ReasoningSplitter(type(preface)(begin, end))

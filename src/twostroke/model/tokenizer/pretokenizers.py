@@ -98,11 +98,11 @@ _CHAMELEON = (
 class PreTokenizer(Frozen):
     """A rule by which a tokenizer cuts text into words before merging.
 
-    `patterns` apply one after the other, each to the words from the pattern before; matches and the
-    text between them become words. With `ignore_merges` a word that is a token stays unmerged.
-    `nfc` composes characters first. `add_bos` is the default if the file does not tell.
-    `ranks_by_id` is for files without a list of merges: tokens with lower ids are merged first, as
-    in tiktoken.
+    `patterns` apply one after the other: each pattern cuts the words that the previous one made.
+    Matches of a pattern, and the text between matches, become words. With `ignore_merges` a word
+    that is a token stays unmerged. `nfc` composes characters first. `add_bos` is the default if the
+    file does not tell. `ranks_by_id` is for files without a list of merges: tokens with lower ids
+    are merged first, as in tiktoken.
     """
 
     patterns: tuple[str, ...]

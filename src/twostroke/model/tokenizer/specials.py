@@ -27,10 +27,10 @@ class AddedToken(Frozen):
     """A token that is recognized as a whole in the text instead of being merged from bytes.
 
     A `special` token (a control token such as an end of turn) is recognized only in text that the
-    caller trusts; other tokens are recognized everywhere. `lstrip` and `rstrip` include the white
-    space on that side. With `single_word`, no letter, digit or underscore may be on either side.
-    With `normalized`, the normalized token text is searched in the normalized text (tokenizer.json,
-    `added_tokens`).
+    caller trusts; other tokens are recognized everywhere. With `lstrip` or `rstrip` the token
+    includes the white space on that side. With `single_word`, it is recognized only if no letter,
+    digit or underscore is on either side. With `normalized`, the normalized token text is searched
+    in the normalized text (tokenizer.json, `added_tokens`).
     """
 
     id: int
@@ -45,16 +45,16 @@ class AddedToken(Frozen):
 class AddedTokenSplitter:
     """Cuts a text at added tokens, in time that grows linearly with the text.
 
-    It finds the tokens that Hugging Face's `tokenizers` finds. A match may not count: the token
-    must be a single word and is not, or it is special and the text is not trusted. Even then it
-    hides other matches that begin inside it.
+    It finds the same tokens as Hugging Face's `tokenizers`. A match is rejected if the token must
+    be a single word and is not, or if it is special and the text is not trusted. Even a rejected
+    match hides other matches that begin inside it.
     """
 
     def __init__(self, tokens: Iterable[AddedToken], normalize: Callable[[str], str] = str) -> None:
         """Prepare to find added tokens in texts.
 
-        `normalize` is applied to the texts of tokens with the flag `normalized`. Of tokens with
-        equal texts a special token is used, else the first token.
+        `normalize` is applied to the texts of tokens with the flag `normalized`. If several tokens
+        have equal texts, a special token among them is used, else the first token.
         """
         self._tokens = sorted(tokens, key=lambda token: not token.special)
         self._normalize = normalize
@@ -145,7 +145,10 @@ _ENDS_BESIDE_MESSAGES = frozenset(("<|return|>", "<|calls|>"))
 
 
 def end_ids(named_ids: Iterable[int], added: Iterable[AddedToken]) -> frozenset[int]:
-    """Return the token ids that end an answer: `named_ids`, and ids of well-known texts."""
+    """Return the ids of tokens that end an answer.
+
+    They are `named_ids`, and the added tokens with well-known texts, such as `<|im_end|>`.
+    """
     by_text = {token.text: token.id for token in added}
     known_texts = {text for text in _END_TEXTS.split() if text in by_text}
     if not _ENDS_BESIDE_MESSAGES.isdisjoint(known_texts):

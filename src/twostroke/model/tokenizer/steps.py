@@ -20,7 +20,7 @@ _MAX_TEXT: Final = 1 << 15  # characters
 
 
 class _Field(NamedTuple):
-    """The expected type of a field in a tokenizer.json; errors call the type `type_name`.
+    """The expected type of a field in a tokenizer.json; error messages call it `type_name`.
 
     An optional field may be null.
     """

@@ -20,11 +20,11 @@ _NO_TEXTS: Final[Mapping[int, str]] = {}
 class StreamDecoder:
     """Decodes the tokens of one answer to text, one token at a call.
 
-    The joined results are the text of all tokens. If a stop string was found, the text ends before
-    the stop string, or after it if `include_stop`. A result never ends inside a character, and text
-    that may be the start of a stop string is held back. The time for a token does not grow with the
-    length of the text before it. `cached_texts` has the texts of tokens that `feed` would return
-    unchanged, so that callers can skip the call.
+    The joined results of all calls are the text of the answer. If a stop string was found, the text
+    ends before the stop string, or after it if `include_stop`. A result never ends inside a
+    character, and text that may be the start of a stop string is held back. The time for a token
+    does not grow with the length of the text before it. `cached_texts` has the texts of tokens that
+    `feed` would return unchanged, so that callers can skip the call.
     """
 
     cached_texts: Mapping[int, str]
@@ -114,13 +114,17 @@ class StreamDecoder:
     def _update_cached_texts(self) -> None:
         """Update `cached_texts`, with which callers can skip calls of `feed`.
 
-        It has all tokens' texts while each token adds only its own text, and is empty otherwise.
+        While `feed` would return just the text of the fed token, it maps all tokens to their texts.
+        Otherwise, for example while text is held back, it is empty.
         """
         is_plain = not (self._partial or self._matcher or self._drops_space or self._finished)
         self.cached_texts = self._texts if is_plain else _NO_TEXTS
 
     def _split_preface(self, text: str, *, is_last: bool = False) -> tuple[str, str]:
-        """Divide new text into reasoning, which may contain stop strings, and the text after it."""
+        """Divide new text into (reasoning, text after it).
+
+        Stop strings are searched only in the text after the reasoning.
+        """
         if self._cutter is None:
             return "", text
         segments = self._cutter.feed(text) + (self._cutter.finish() if is_last else [])
@@ -149,8 +153,8 @@ class StreamDecoder:
 class StopMatcher:
     """Finds the first of several stop strings in an answer's text, which arrives in pieces.
 
-    The stop string that is complete first wins; if several end at the same character, the longest
-    one. So the result does not depend on how the text was cut into pieces.
+    The stop string that is complete first is found; if several end at the same character, the
+    longest. The result does not depend on how the text was cut into pieces.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -163,8 +167,8 @@ class StopMatcher:
     def feed(self, text: str) -> tuple[int, str] | None:
         """Search the next piece of text for a stop string.
 
-        Return the offset in `text` after the stop string, and the stop string; None if there is
-        none. After a match no more text may be fed.
+        Return (offset in `text` after the stop string, the stop string), or None while no stop
+        string is complete. After a match no more text may be fed.
         """
         matches: list[tuple[int, int, str]] = []
         for stop, partial in self._partial_by_stop.items():

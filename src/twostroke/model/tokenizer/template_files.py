@@ -22,9 +22,9 @@ FOLDERS: Final = ("additional_chat_templates", "chat_templates")
 def read_chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     """Return the chat templates of a Hugging Face folder by name.
 
-    A folder with one template has it under the name "default". chat_template.jinja replaces all
-    templates in `config` (tokenizer_config.json). If a folder has neither, chat_template.json is
-    read, which older image models have.
+    If there is only one template, its name is "default". chat_template.jinja replaces all templates
+    in `config` (tokenizer_config.json). If a folder has neither, chat_template.json is read, a file
+    of older image models.
     """
     templates = dict(_in_files(folder))
     if "default" in templates:

@@ -62,9 +62,10 @@ class Prompt(Frozen):
 class InfillTokens(Frozen):
     """The special tokens with which a model fills in the middle of a text.
 
-    `prefix`, `suffix` and `middle` are the ids of the tokens that the prompt has before these
-    parts. `repository` and `file` come before the names of a repository or file, if the vocabulary
-    has them. `end_ids` end an answer; `texts` are the texts of all these tokens.
+    `prefix`, `suffix` and `middle` are the ids of the tokens that stand before these texts in a
+    prompt. `repository` and `file` stand before the names of a repository and of a file; None if
+    the vocabulary has no such token. `end_ids` end an answer; `texts` are the texts of all these
+    tokens.
     """
 
     prefix: int
@@ -80,12 +81,12 @@ class TokenizerParts(Frozen):
     """The parts of a `Tokenizer`, which the readers of GGUF and Hugging Face files create.
 
     Attributes:
-        merges: turns words into tokens. No added token is in its vocabulary, so text never
-            becomes a control token.
+        merges: turns words into tokens. Its vocabulary has no added token, so text never becomes a
+            control token.
         cut: cuts normalized text into words.
         vocab_size: the number of token ids.
-        to_bytes: returns the bytes of an ordinary token's text.
-        normalize: prepares plain text.
+        to_bytes: returns the bytes of an ordinary token, given its text in the vocabulary.
+        normalize: normalizes plain text before it is cut.
         added: the added tokens (control and user-defined).
         cut_rest: cuts the segments of a text after the first one, if they are cut differently
             (SentencePiece adds a space only before the first word).
@@ -94,7 +95,7 @@ class TokenizerParts(Frozen):
         bos_id: the begin-of-sequence token; None if there is none.
         eos_ids: the tokens that end an answer.
         prefix_ids, suffix_ids: the tokens that `add_special` puts before and after a text.
-        space_prefix: whether a space is added before a text that does not begin with one.
+        space_prefix: whether a space is added before a text that does not begin with a space.
         strip_space: whether the first space of decoded text is removed (SentencePiece).
         named_texts: the texts of tokens such as `bos_token`, by the names that templates use.
         additional_texts: the texts of special tokens that the files list without names.
@@ -163,14 +164,14 @@ class Tokenizer:
 
     @cached_property
     def adds_space(self) -> bool:
-        """Whether encoding adds a space before a text that does not begin with one."""
+        """Whether encoding adds a space before a text that does not begin with a space."""
         return self.encode("a") != self.encode_exact("a")
 
     @property
     def num_text_ids(self) -> int:
-        """The number of token ids without control tokens at the end of the vocabulary.
+        """The number of token ids that text can have: all ids before the last control tokens.
 
-        Plain text never becomes a larger id.
+        Control tokens at the end of the vocabulary do not count. Plain text never gets their ids.
         """
         size = self.vocab_size
         while size - 1 in self.special_ids:
@@ -339,8 +340,9 @@ class Tokenizer:
     def _check_size(self, texts: Sequence[str], *, parse_special: bool, max_tokens: int) -> None:
         """Refuse long texts that certainly have more than `max_tokens` tokens, without encoding.
 
-        Two lower bounds are used: one from the characters of all texts, and the number of words,
-        which are counted piece by piece, without merging. Raises TooManyTokensError.
+        Two lower bounds are compared with the limit: one is computed from the characters of all
+        texts. The other is the number of words, which are counted while the texts are cut, without
+        merging. Raises TooManyTokensError.
         """
         if sum(map(len, texts)) <= max_tokens * _MAX_CHARS_PER_TOKEN:
             return
@@ -399,7 +401,7 @@ class Tokenizer:
 
 
 def _token_limit(max_tokens: int | None, num_chars: int) -> int:
-    """Return the token limit to check while a text is encoded; a short text is not checked."""
+    """Return the limit to check while a text is encoded: `max_tokens`, or none for a short text."""
     return sys.maxsize if max_tokens is None or num_chars <= _SHORT_TEXT_CHARS else max_tokens
 
 

@@ -19,8 +19,8 @@ _CONTINUATION_BYTE, _LEAD_BYTE = 0x80, 0xC0  # the lowest of each kind of byte i
 class TranslatedTokens:
     """A text in the tokens of another vocabulary; `tokens[i]` ends at byte `ends[i]` of the text.
 
-    `is_whole` is false if the text ends inside a character, whose first bytes are not translated
-    yet.
+    `is_whole` is false if the source tokens end inside a character, whose first bytes are not
+    translated yet.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -31,9 +31,10 @@ class TranslatedTokens:
 class Translation:
     """Translates tokens of one model (`source`) to tokens of another (`target`) with the same text.
 
-    So a draft model with another vocabulary can propose drafts. Text is encoded by the target's
-    tokenizer. A control token becomes the control token with the same text; without one, an end
-    token becomes the target's first end token, and other control tokens are left out.
+    With it, a draft model with another vocabulary can propose drafts. Text is encoded by the
+    target's tokenizer. A control token becomes the control token with the same text. If the target
+    has none, an end token becomes the target's first end token, and other control tokens are left
+    out.
     """
 
     def __init__(self, source: Tokenizer, target: Tokenizer) -> None:
@@ -70,9 +71,9 @@ class Translation:
         return list(accumulate(len(self.source.token_bytes(token)) for token in ids))
 
     def character_starts(self, ids: Sequence[int]) -> dict[int, int]:
-        """Return the byte offsets of the text at which both a character and a source token begin.
+        """Return the byte offsets at which both a character and a source token begin.
 
-        Each is mapped to the number of source tokens before it.
+        Each offset is mapped to the number of source tokens before it.
         """
         num_tokens_before = {}
         end = 0
@@ -90,9 +91,9 @@ class Translation:
         return b"".join(map(self.target.token_bytes, tokens)) == string.printable.encode()
 
     def _add_text(self, translated: TranslatedTokens, text: bytearray, start: int) -> int:
-        """Add the target tokens of a text that begins at byte `start`; return where the text ends.
+        """Append the target tokens of a text that begins at byte `start`.
 
-        Bytes that are not UTF-8 are left out.
+        Returns the offset at which the text ends. Bytes that are not UTF-8 are left out.
         """
         remaining = bytes(text)
         offset = start
@@ -111,9 +112,10 @@ class Translation:
         return start + len(text)
 
     def _add_tokens(self, translated: TranslatedTokens, text: bytes, start: int) -> None:
-        """Add the target tokens of a text that consists of complete characters.
+        """Append the target tokens of a text that consists of complete characters.
 
-        If the tokenizer changes the text, later tokens get the end of the whole text.
+        `start` is the text's byte offset. If encoding changes the text (normalization), the tokens
+        after the change all get the offset of the end of the text.
         """
         offset = 0
         for token in self._encode(text.decode()):

@@ -35,8 +35,9 @@ class Vocabulary:
     ) -> None:
         """Store the texts of a vocabulary's tokens, in the order of their ids.
 
-        The ids `hidden` have a text, but `find` never returns them. The ids in `changed` have
-        another text. Raises ModelFormatError for more text than can be addressed.
+        `find` never returns the ids in `hidden`, although they have a text. `changed` maps ids to a
+        text that replaces the text in `texts`. Raises ModelFormatError for more text than can be
+        addressed.
         """
         self._blob, starts, ends = _text_spans(texts)
         if len(self._blob) >= 1 << 32:
@@ -59,7 +60,10 @@ class Vocabulary:
         return len(self._starts)
 
     def find(self, text: bytes) -> int | None:
-        """Return the last token id whose text is `text` in UTF-8; None if there is none."""
+        """Return the id of the token with this text in UTF-8; None if there is none.
+
+        If several tokens have the text, the last id is returned.
+        """
         keys, key = self._sorted_keys, hash(text)
         index = bisect_left(keys, key)
         token_id = None
@@ -100,7 +104,7 @@ class Vocabulary:
         return max(longest, *(len(text.decode()) for text in changed), 0)
 
     def characters_before(self, char: str) -> str:
-        """Return all characters that some token has directly before `char`, except `char` itself.
+        """Return the characters that directly precede `char` in some token, without `char` itself.
 
         `cut_before_spaces` does not cut text after these characters, since a token may span the
         cut.
@@ -114,7 +118,7 @@ class Vocabulary:
 
 
 def _text_spans(texts: Iterable[str]) -> Spans:
-    """Return the texts' bytes in one block, and the offsets at which each text begins and ends.
+    """Return all texts as one block of bytes, and the offsets where each text begins and ends.
 
     If `texts` is an array of a GGUF file, its bytes are used without decoding them.
     """

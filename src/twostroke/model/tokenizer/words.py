@@ -40,7 +40,7 @@ def normalize_by(steps: Sequence[Normalize]) -> Normalize:
 
 
 def cut_by_all(cuts: Sequence[Cut]) -> Cut:
-    """Return a function that cuts a text by all of `cuts`: each cuts the previous one's words.
+    """Return a function that applies all of `cuts`: each one cuts the words of the previous one.
 
     Words are the parts of a text that are merged into tokens separately.
     """
@@ -55,7 +55,7 @@ def cut_by_all(cuts: Sequence[Cut]) -> Cut:
 
 
 def unicode_form(form: Form) -> Normalize:
-    """Return a function that brings text into a Unicode normal form, such as NFC."""
+    """Return a function that converts text to a Unicode normal form, such as NFC."""
     return lambda text: text if text.isascii() else normalize(form, text)
 
 
@@ -68,9 +68,9 @@ def replace_matches(pattern: str, content: str) -> Normalize:
 def cut_at(pattern: str, behavior: str = "Isolated", *, invert: bool = False) -> Cut:
     """Return a function that cuts a text into words at every match of `pattern`.
 
-    `behavior` names what happens to matches, such as "Removed"; `invert` swaps matches and the text
-    between them (tokenizer.json, `Split`). No word is empty. Raises ModelFormatError for an invalid
-    pattern, KeyError for an unknown behavior.
+    `behavior` says how matches are treated, such as "Removed"; `invert` exchanges the roles of
+    matches and of the text between them (tokenizer.json, `Split`). No word is empty. Raises
+    ModelFormatError for an invalid pattern, KeyError for an unknown behavior.
     """
     if behavior == "Isolated" and not invert and pattern in _CUTS_BY_PATTERN:
         return _CUTS_BY_PATTERN[pattern]
@@ -116,7 +116,7 @@ def _cut_thousands(run: str, *, isolates: bool = True, before_word: bool = True)
     """Return a function that cuts long numbers in a text into groups of three digits.
 
     `run` is the pattern of a number. With `isolates`, text is also cut before and after a number.
-    Without `before_word`, a number directly before a word character is not cut.
+    If `before_word` is false, a number directly before a word character is not cut.
     """
     find_runs = regex.compile(run).finditer
     is_word = regex.compile(r"[\p{Alphabetic}\p{M}\p{Nd}\p{Pc}²³¹¼½¾]").match  # as in Oniguruma
@@ -175,8 +175,8 @@ _INVERTED = {
 def _matches_in(compiled: regex.Pattern[str], text: str) -> Iterator[regex.Match[str]]:
     """Yield the matches of a pattern in a text as Hugging Face's `tokenizers` finds them.
 
-    That library uses Oniguruma, which differs for a pattern that matches empty text: after an empty
-    match the search continues at the next character. Python's `finditer` would first look for a
+    That library uses Oniguruma, which differs from Python if a pattern matches an empty text. After
+    an empty match, Oniguruma continues at the next character; Python's `finditer` first looks for a
     longer match at the same character.
     """
     start = 0
