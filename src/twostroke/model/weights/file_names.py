@@ -34,9 +34,9 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 class FileNames(Frozen):
     """The names that a model's tensors have in its file, for error messages.
 
-    Inside Twostroke, tensors have canonical names, which are GGUF's. `published` maps them to the
-    file's names; it is empty for a GGUF file, whose names are canonical. `layer_names` are the
-    model family's own names of a layer's weights.
+    Inside Twostroke, tensors have canonical names, which are GGUF's. `published` maps canonical
+    names to the file's names; it is empty for a GGUF file, whose names are canonical. `layer_names`
+    are the names that the model's family has for a layer's weights.
     """
 
     published: Mapping[str, str] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class FileNames(Frozen):
         return published_mtp_name(name) if is_mtp else self._prefix() + name
 
     def _is_of_qwen_mtp_layer(self, canonical: str) -> bool:
-        """Return whether other weights of the same layer are under `mtp.` in the file."""
+        """Return whether the file has other weights of this tensor's layer under `mtp.`."""
         layer = canonical.partition(".")[2].partition(".")[0]
         return any(
             is_mtp_name(published)
@@ -74,7 +74,8 @@ class FileNames(Frozen):
     def _similar(self, canonical: str) -> str | None:
         """Derive a missing tensor's file name from the name of the same weight in another layer.
 
-        The weight of another expert serves, too. None if the file has no such weight.
+        Instead, the name of the same weight of another expert can be used. Returns None if the file
+        has no such weight.
         """
         numbers = _NUMBER.findall(canonical)
         pattern = _NUMBER.sub("N", canonical)
@@ -85,7 +86,7 @@ class FileNames(Frozen):
         return None
 
     def _prefix(self) -> str:
-        """Return the text that this file puts before the tensor names of transformers, if any."""
+        """Return the prefix that this file adds to transformers' tensor names; empty if none."""
         for published in self.published.values():
             name_without_prefix = without_prefix(published)
             if published.endswith(name_without_prefix):
@@ -99,7 +100,7 @@ def by_canonical_name(
     """Return a file's tensors by canonical name, and the names that they have in the file.
 
     Tensors that the text model does not need are left out. `num_layers` is the number of the
-    model's layers, without layers for multi-token prediction.
+    model's layers, without MTP layers (multi-token prediction).
 
     Raises:
         ModelFormatError: two tensors are the same weight, or a tensor belongs to an adapter.
@@ -127,10 +128,10 @@ def by_canonical_name(
 
 
 def must_be_read(canonical: str) -> bool:
-    """Return whether ignoring this tensor, which the model's family does not read, could be wrong.
+    """Return whether ignoring a tensor could make results wrong, if its model's family ignores it.
 
     It is false for tensors of other modalities, such as images, and for values that follow from the
-    configuration. Loaders refuse a model with other unread tensors.
+    configuration. Loaders refuse a model that has other tensors which its family does not read.
     """
     return is_text_weight(canonical) and not is_derived(canonical)
 
@@ -144,9 +145,9 @@ def report_left_out(file: str, names: Iterable[str], family: str) -> None:
 
 
 def _are_equal(first: object, second: object) -> bool:
-    """Return whether two tensors, which claim to be the same weight, have the same bytes.
+    """Return whether two tensors, whose names mean the same weight, have the same bytes.
 
-    The arguments may also be the names of two tensors' types; then these are compared.
+    The arguments may also be the names of the tensors' types; then the names are compared.
     """
     first_data = getattr(first, "data", None)
     second_data = getattr(second, "data", None)

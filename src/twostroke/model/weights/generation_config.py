@@ -43,9 +43,10 @@ def gguf_sampling(fields: Fields) -> SamplingParams:
 
 
 def _sampling(fields: Fields, keys: Mapping[str, str]) -> SamplingParams:
-    """Return the sampling parameters in a model file; `keys` has the file's key of each parameter.
+    """Return the sampling parameters in a model file.
 
-    Invalid values are left out with a warning.
+    `keys` maps the name of each parameter to its key in the file. Invalid values are left out with
+    a warning.
     """
     values: dict[str, Any] = {}
     for name, key in keys.items():
@@ -66,7 +67,10 @@ def _sampling(fields: Fields, keys: Mapping[str, str]) -> SamplingParams:
 
 
 def _whole_number(value: object) -> object:
-    """Return a model file's `top_k` as a whole number; -1, like 0, means that no token is cut."""
+    """Return a model file's `top_k` as a whole number.
+
+    -1 becomes 0: both mean that top-k sampling is off.
+    """
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return 0 if value == -1 else value

@@ -1,8 +1,8 @@
 """Reads GGUF files (versions 2 and 3, little-endian) and checks them as untrusted input.
 
-Source: the GGUF specification (ggml repository, docs/gguf.md). For any bytes, the result is a
-`WeightFiles` or a `ModelFormatError`, in time and memory linear in the file's size: a count is
-checked against the file's size before memory is allocated.
+Source: the GGUF specification (ggml repository, docs/gguf.md). Whatever bytes a file has, reading
+it returns a `WeightFiles` or raises a `ModelFormatError`, in time and memory linear in the file's
+size: a count is checked against the file's size before memory is allocated.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ Stored: TypeAlias = "bool | int | float | str | Strings | NDArray[Any] | list[An
 
 
 class TruncatedError(ModelFormatError):
-    """A GGUF file ends before its header does."""
+    """A GGUF file ends inside its header."""
 
 
 class GgufHeader(Frozen):
@@ -102,7 +102,7 @@ def read_header(path: Path, name: str | None = None) -> GgufHeader:
 class Metadata(Mapping[str, Any]):
     """The metadata of a GGUF file by key.
 
-    An array of numbers stays in the file, and becomes a list on each access.
+    An array of numbers is left in the mapped file, and is converted to a list on each access.
     """
 
     __slots__ = ("_raw", "_values")
@@ -122,7 +122,7 @@ class Metadata(Mapping[str, Any]):
         return len(self._values)
 
     def raw(self, key: str) -> bytes:
-        """Return the bytes of a metadata value as the GGUF file stores it, with the type first."""
+        """Return a metadata value's bytes as the GGUF file stores them, beginning with the type."""
         return self._raw[key].tobytes()
 
 
@@ -131,9 +131,9 @@ class Strings:
 
     250,000 Python strings would take 15 MB.
 
-    `offsets` has the file offset of each string's length, and the end of the last string. Bytes
-    that are not UTF-8 become lone surrogates (`surrogateescape`), so that different strings stay
-    different.
+    `offsets` has the file offset at which each string (its length, then its bytes) begins, and the
+    end of the last string. Bytes that are not UTF-8 become lone surrogates (`surrogateescape`), so
+    that different strings stay different.
     """
 
     __slots__ = ("_mapping", "_offsets")
@@ -158,7 +158,8 @@ class Strings:
     def spans(self) -> tuple[bytes, NDArray[np.int64], NDArray[np.int64]]:
         """Return where the strings of the array are, for readers that do not decode them.
 
-        The result is a range of the GGUF file, and the start and end of each string in this range.
+        Returns (the bytes of a range of the GGUF file, the offset in this range at which each
+        string begins, the offset at which each string ends).
         """
         offsets = np.frombuffer(self._offsets, np.uint64).astype(np.int64)
         first, last = int(offsets[0]), int(offsets[-1])
@@ -213,7 +214,7 @@ class _Reader:
     def counts(self) -> tuple[int, int]:
         """Check a GGUF file's magic number and version, and read the two counts after them.
 
-        Returns the number of tensors and the number of metadata keys.
+        Returns (number of tensors, number of metadata keys).
         """
         magic = self.mapping.buffer[:4]
         if magic != MAGIC[: len(magic)]:
@@ -254,7 +255,10 @@ class _Reader:
         return self.array()
 
     def array(self, depth: int = 1) -> Strings | NDArray[Any] | list[Any]:
-        """Read an array of GGUF metadata, whose items may be arrays; `depth` is how deep it is."""
+        """Read an array of GGUF metadata, whose items may be arrays, too.
+
+        `depth` is the nesting level of this array; the outermost array has 1.
+        """
         type_id = self.u32()
         count = self.check_limit(self.u64(), "array items", MAX_ARRAY_ITEMS)
         if type_id != _ARRAY:

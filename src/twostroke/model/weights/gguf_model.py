@@ -95,7 +95,7 @@ def gguf_spec(fields: Fields, name: str, tensors: Mapping[str, QuantTensor]) -> 
 
 
 def gguf_eos_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
-    """Return the end-of-sequence token ids in a GGUF file's metadata, each once."""
+    """Return the end-of-sequence token ids in a GGUF file's metadata, without duplicates."""
     ids: dict[int, None] = {}
     for key in _EOS_KEYS:
         ids |= dict.fromkeys(fields.token_ids(f"tokenizer.ggml.{key}_token_id", vocab_size))

@@ -2,8 +2,8 @@
 
 Source: llama.cpp's `gguf-split` and its loader. Parts are named `model-00001-of-00003.gguf`. Each
 part has its index from 0 in `split.no`, the number of parts in `split.count` (0 in a file that was
-merged again), and the number of all tensors in `split.tensors.count`. All other metadata is in the
-first part.
+merged from parts), and the number of tensors of all parts in `split.tensors.count`. All other
+metadata is in the first part.
 """
 
 from __future__ import annotations

@@ -55,11 +55,13 @@ class HeadsFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     msgspec checks types and bounds.
 
-    `target_id` is the `target_identity` of the model for which the heads were trained (the target
-    model). `token_ids[i]` is the target's id of the i-th token that the heads can propose. On held-
-    out text, `accepted[d]` is the share of correct drafts at depth d after only correct drafts, and
-    `right_if_sure[k]` the share of correct drafts to which the head gave a probability from k to k
-    + 1 tenths.
+    `target_id` is the `target_identity` of the target model, for which the heads were trained.
+    `token_ids[i]` is the target's id of the i-th token that the heads can propose.
+
+    The acceptance rates were measured on held-out text. `accepted[d]` is the share of correct
+    drafts at depth d, after drafts that were all correct. `right_if_sure[k]` is the share of
+    correct drafts among the drafts to which the head gave a probability from k / 10 to (k + 1) /
+    10.
     """
 
     format: Literal[1] = 1
@@ -124,7 +126,7 @@ class LoadedHeads(Frozen):
 
 
 def target_identity(tensors: Mapping[str, QuantTensor]) -> str:
-    """Return the identity of a model for which draft heads were trained.
+    """Return a hash that identifies a target model, and that draft heads store.
 
     It is the SHA-256 of the last norm, which every number format stores exactly, so quantized
     versions of a model have the same identity.
@@ -176,7 +178,7 @@ def save_heads(folder: Path, facts: HeadsFacts, tensors: Mapping[str, QuantTenso
 
 
 def stored_shapes(spec: HeadsSpec) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the weights in a heads file.
+    """Return the shapes of the weights that a file of draft heads has, by name.
 
     Weights that the heads share with the target model are not in the file.
     """
@@ -187,7 +189,8 @@ def stored_shapes(spec: HeadsSpec) -> dict[str, tuple[int, ...]]:
 def numbers_table(depth: int) -> QuantTensor:
     """Return the table with which a Medusa Program selects the head for each row's draft depth.
 
-    The Program embeds the row's depth as scores of experts: row d makes head d the chosen expert.
+    The Program looks up the row's depth d in the table. Row d of the table are scores of experts,
+    in which expert d (the head for depth d) has the largest score.
     """
     table = np.eye(depth, dtype=np.float32) * np.float32(_SELECTED_SCORE)
     return QuantTensor.from_floats(table, FORMATS["F32"])

@@ -41,7 +41,7 @@ SIZE_KEYS = {
 
 
 def hf_fields(name: str, config: Mapping[str, Any]) -> Fields:
-    """Return a reader of a Hugging Face `config.json`, in which transformers' defaults are added.
+    """Return a reader of a Hugging Face `config.json`, with the defaults of transformers.
 
     Raises ModelFormatError for an unknown model type.
     """
@@ -56,8 +56,8 @@ def hf_fields(name: str, config: Mapping[str, Any]) -> Fields:
 def text_fields(name: str, config: Mapping[str, Any]) -> Fields:
     """Return a reader of the text model's values in a Hugging Face `config.json`, without defaults.
 
-    A multimodal model has them in `text_config`. The model type there may differ, for example
-    gemma3_text and gemma3.
+    In a multimodal model they are in `text_config`, whose model type may differ from the file's,
+    for example gemma3_text and gemma3.
     """
     text = Fields(name, config).part("text_config")
     return Fields(name, config if text is None else {**config, **text.values})
@@ -128,7 +128,7 @@ def hf_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 def _activation(fields: Fields) -> Activation:
     """Return the activation function that a `config.json` names.
 
-    Gemma has the key `hidden_activation`, too, which is right where old files have a wrong
+    Gemma also has the key `hidden_activation`, which takes precedence: old files have a wrong
     `hidden_act`.
     """
     key = "hidden_activation" if fields.has("hidden_activation") else "hidden_act"

@@ -30,9 +30,9 @@ def cut_latent(
 
     `shapes` are the shapes that the Program reads. A file has stacks `attn_k_b` (heads, rank, key)
     and `attn_v_b` (heads, value, rank), or one matrix `attn_kv_b`, which has for each head the rows
-    of its keys and then of its values. Its keys must be transposed, which block formats do not
-    allow: they become float32. A tensor with other shapes stays as it is. `quote` formats a
-    tensor's name for errors.
+    of its keys and then of its values. The keys of `attn_kv_b` must be transposed, which block
+    formats do not allow: they become float32. A tensor with other shapes is returned unchanged.
+    `quote` formats a tensor's name for errors.
 
     Raises:
         ModelFormatError: `attn_kv_b` has the wrong size, or the file also has stacks.

@@ -62,8 +62,8 @@ _LAYER = re.compile(r"(?:blk|model\.layers)\.(\d{1,4})\.")
 def load_path(path: Path, name: str | None = None, licence: str | None = None) -> LoadedModel:
     """Map a model's weight files into memory, and check the model.
 
-    `path` is a .gguf or .safetensors file, or a folder that contains either. `name` is the model's
-    name (default: the name of the file or folder).
+    `path` is a .gguf or .safetensors file, or a folder that contains such files. `name` is the
+    model's name (default: the name of the file or folder).
 
     Raises:
         ModelNotFoundError: there is no such file, or a file of the model is missing.
@@ -161,7 +161,7 @@ _OTHER_FILES: Final = {
 
 
 def _refuse_other_files(fields: Fields) -> None:
-    """Raise ModelFormatError for a GGUF file that holds no language model, and name its kind."""
+    """Raise ModelFormatError if a GGUF file holds no language model; the error names its kind."""
     kind = "mmproj" if fields.value("general.architecture") == "clip" else None
     kind = kind or fields.value("general.type")
     if isinstance(kind, str) and kind in _OTHER_FILES:
@@ -295,7 +295,8 @@ def _with_embedding_rows(
 def _folder_eos_ids(config: Fields, generation: Fields, vocab_size: int) -> tuple[int, ...]:
     """Return the end-of-sequence token ids of a Hugging Face folder.
 
-    Both configuration files count, because config.json often lacks the end-of-turn tokens.
+    The ids of both configuration files are joined, because config.json often lacks the end-of-turn
+    tokens.
     """
     ids = [fields.token_ids("eos_token_id", vocab_size) for fields in (config, generation)]
     return tuple(dict.fromkeys(ids[0] + ids[1]))
@@ -315,9 +316,10 @@ def _read_generation_config(folder: Path) -> dict[str, Any]:
 
 
 def _missing_tokenizer(folder: Path) -> ModelNotFoundError:
-    """Return an error about a folder without tokenizer.json; it names a tokenizer of another kind.
+    """Return the error for a folder without tokenizer.json.
 
-    Such tokenizers are SentencePiece's, Mistral's, tiktoken's and the older files of GPT-2.
+    It names a tokenizer of another kind in the folder, if there is one: a file of SentencePiece,
+    Mistral or tiktoken, or the older files of GPT-2.
     """
     others = [name for name in _OTHER_TOKENIZERS if (folder / name).is_file()]
     if not others:
@@ -329,9 +331,10 @@ def _missing_tokenizer(folder: Path) -> ModelNotFoundError:
 
 
 def _num_extra_layers(fields: Fields, family: Family, files: WeightFiles) -> int:
-    """Return how many layers of a folder follow the layers that compute the next token.
+    """Return how many layers of a folder come after the layers that compute the next token.
 
-    Qwen's layer for multi-token prediction has names without a number, and gets the first number.
+    Qwen's MTP layer (multi-token prediction) is not counted in config.json, and is found by its
+    names.
     """
     key = family.extra_layers
     if key is not None:
@@ -340,9 +343,9 @@ def _num_extra_layers(fields: Fields, family: Family, files: WeightFiles) -> int
 
 
 def _without_layers(tensors: Mapping[str, T], layers: range) -> tuple[dict[str, T], dict[str, T]]:
-    """Return the tensors, by canonical name, that are not of these layers; and the others.
+    """Return (tensors that are not of these layers, tensors of these layers), by canonical name.
 
-    Some models have further layers only to draft tokens.
+    It separates MTP layers, which only draft tokens, from the model.
     """
     needed = {name: tensor for name, tensor in tensors.items() if not _is_of_layers(name, layers)}
     return needed, {name: tensors[name] for name in tensors.keys() - needed.keys()}
@@ -351,7 +354,7 @@ def _without_layers(tensors: Mapping[str, T], layers: range) -> tuple[dict[str, 
 def _unsupported(
     file: str, files: WeightFiles, family: Family, extra_layers: range
 ) -> dict[str, str]:
-    """Return the types of tensors that the model needs, by name, whose types are not supported."""
+    """Return the needed tensors with unsupported types: their types, by name in the file."""
     stored, names = by_canonical_name(file, files.unsupported, family, extra_layers.start)
     needed, _ = _without_layers(stored, extra_layers)
     return {names.published[n]: dtype for n, dtype in needed.items() if must_be_read(n)}
@@ -363,9 +366,9 @@ def _mtp_weights(
     spec: ModelSpec,
     names: FileNames = FileNames(),  # noqa: B008 - frozen
 ) -> MtpWeights | None:
-    """Return the tensors of a model's first layer for multi-token prediction; None without one.
+    """Return the tensors of a model's first MTP layer; None if it has none.
 
-    `extra` are the tensors of all layers that do not compute the next token.
+    `extra` has the tensors of all layers that do not compute the next token.
     """
     first_extra = range(spec.num_layers, spec.num_layers + 1)
     _, tensors = _without_layers(extra, first_extra)
@@ -374,7 +377,10 @@ def _mtp_weights(
 
 
 def _with_suffix(name: str) -> str:
-    """Return the name of a GGUF file's tensor; a router's bias has no suffix in files of Hy3."""
+    """Return the canonical name of a GGUF file's tensor.
+
+    Files of Hy3 lack the suffix ".bias" of a router's bias; it is added.
+    """
     return f"{name}.bias" if name.endswith(".exp_probs_b") else name
 
 
@@ -392,8 +398,8 @@ def _program_weights(
 ) -> dict[str, QuantTensor]:
     """Return exactly the weights that the model's Program reads, by canonical name.
 
-    A missing weight is refused, and so is a weight of the text model that the Program does not
-    read. Other tensors are left out.
+    Raises ModelFormatError if a weight is missing, or if the file has a weight of the text model
+    that the Program does not read. Other tensors are left out.
     """
     if not tensors:
         raise ModelFormatError(f"{file!r} has no weights of a text model.")

@@ -85,18 +85,18 @@ class MappedFile:
 
     @property
     def buffer(self) -> mmap.mmap:
-        """Return the mapping of the file, for `struct` to read from; a slice of it is a copy."""
+        """Return the mapping of the file, for `struct.unpack_from`; slicing it would copy."""
         return self._mmap
 
     def fault(self, text: str) -> ModelFormatError:
-        """Return an error about this file, whose message is its name and `text`."""
+        """Return a ModelFormatError whose message is this file's name, followed by `text`."""
         return ModelFormatError(f"{self.name!r} {text}.")
 
     def wrong_kind(self, kind: str, default_reason: str) -> ModelFormatError:
         """Return the error that this file is not of the expected kind, such as "GGUF".
 
-        The error tells which other kind of file it seems to be, by its first bytes;
-        `default_reason` is used if they identify no known kind.
+        If the file's first bytes identify another kind of file, the error names that kind;
+        otherwise it gives `default_reason`.
         """
         start = self._mmap[:_NUM_START_BYTES].lstrip().lower()
         for prefix, reason in _OTHER_FILES.items():
@@ -109,10 +109,10 @@ class MappedFile:
         return self._array[start : start + num_bytes]
 
     def release(self, views: Iterable[Bytes]) -> None:
-        """Free the memory under views of the file; a later access reads the file again.
+        """Free the memory pages under views of the file; a later access reads the file again.
 
-        Views of other memory are ignored. Adjacent ranges share one system call, since each call
-        interrupts all threads.
+        Views of other memory are ignored. Adjacent ranges are freed in one system call, since each
+        call interrupts all threads.
         """
         begin = end = 0
         for first, last in sorted(filter(None, map(self._memory_range, views))):
@@ -123,7 +123,7 @@ class MappedFile:
         self._drop(begin, end)
 
     def _memory_range(self, view: Bytes) -> tuple[int, int] | None:
-        """Return the byte range of the file whose memory pages a view lies in, for `release`.
+        """Return the byte range of the file, in whole memory pages, that contains a view.
 
         None if the view is of other memory.
         """

@@ -53,9 +53,9 @@ class LoadedModel(Frozen):
     `tensors` holds exactly the weights that the Program of `spec` reads, by canonical name and with
     the shapes that it needs; they are views into `mappings`. `eos_token_ids` end a completion.
     `pooling` is how hidden states become embeddings; None if the files do not tell. `sampling` has
-    the publisher's recommended parameters; None for parameters that the files do not have.
-    `mtp` has the tensors of the layer for multi-token prediction, for speculation; None without
-    one. They take no memory until they are used.
+    the publisher's recommended parameters; None for parameters that the files do not have. `mtp`
+    has the tensors of the MTP layer (multi-token prediction), for speculation; None if there is no
+    such layer. MTP tensors take no memory until they are used.
     """
 
     name: str
@@ -92,12 +92,15 @@ class LoadedModel(Frozen):
         return replace(self, tokenizer_source=GgufTokenizer({}))
 
     def release(self, tensors: Iterable[QuantTensor]) -> None:
-        """Free the memory of weights that a backend has repacked; a later access reads the file."""
+        """Free the mapped memory of weights that a backend has repacked elsewhere.
+
+        A later access reads them from the file again.
+        """
         release_tensors(self.mappings, tensors)
 
 
 def release_tensors(mappings: Iterable[MappedFile], tensors: Iterable[QuantTensor]) -> None:
-    """Free the memory of weights in mapped files; a later access reads the files again."""
+    """Free the mapped memory of weights; a later access reads the files again."""
     views = [tensor.data for tensor in tensors]
     for mapping in mappings:
         mapping.release(views)
@@ -107,9 +110,9 @@ def weights_identity(tensors: Mapping[str, QuantTensor]) -> str:
     """Return a hash that identifies a model's weights: other weights or number formats change it.
 
     It is the SHA-256 of each tensor's name, format, shape, order, and some evenly spaced rows from
-    the first to the last. Training changes all rows, and an incomplete copy lacks many. A few
-    changed bytes can go unnoticed, since a rank may need few of the weights and should not read all
-    of them; a file's own checksum finds such bytes.
+    the first to the last. Training changes all rows, and an incomplete copy lacks many. A change of
+    a few bytes can go unnoticed. Reading all weights would be too slow for a rank that needs only a
+    few of them; to find changed bytes, compare a file's checksum.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):

@@ -28,9 +28,8 @@ _LAST_NORM = "shared_head_norm"
 def mtp_tensors(target: LoadedModel, spec: ModelSpec, program: Program) -> dict[str, QuantTensor]:
     """Return the weights that the Program of a model's MTP layer reads.
 
-    `spec` is the `mtp_spec` of `target`, and `program` its `mtp_program`. The embedding table and
-    the matrix of logits are the target's if the file has none for the layer, and so is the last
-    norm.
+    `spec` is the `mtp_spec` of `target`, and `program` its `mtp_program`. If the file has no
+    separate embedding table, output matrix or last norm for the layer, the target's are used.
 
     Raises:
         UsageError: the model has no MTP layer.
@@ -78,7 +77,7 @@ def mtp_tensors(target: LoadedModel, spec: ModelSpec, program: Program) -> dict[
 def _column_parts(matrix: QuantTensor, num_parts: int) -> list[QuantTensor]:
     """Cut a matrix into parts with the same number of inputs.
 
-    The parts are views, or float16 if a block of the matrix's format would be cut.
+    The parts are views. If a block of the matrix's format would be cut, they are float16 copies.
     """
     width = matrix.shape[1] // num_parts
     spans = [(number * width, (number + 1) * width) for number in range(num_parts)]

@@ -40,10 +40,10 @@ class _Module(msgspec.Struct):
 
 
 def gguf_pooling(fields: Fields) -> str | None:
-    """Return how a GGUF file's metadata pools hidden states into an embedding, or None.
+    """Return how a GGUF file's metadata pools hidden states into an embedding.
 
-    It is in the key `*.pooling_type`. An unknown number is returned as a description, for the error
-    message.
+    None if the metadata lacks the key `*.pooling_type`. If its number is unknown, a description of
+    the number is returned, for the error message.
     """
     number = fields.with_prefix(f"{fields.text('general.architecture')}.").value("pooling_type")
     if number is None or number == 0:
@@ -55,7 +55,7 @@ def folder_pooling(folder: Path) -> str | None:
     """Return how a folder's sentence-transformers files pool hidden states into an embedding.
 
     None without such files. If they name several poolings, or steps after the pooling, all names
-    are joined by `+`, so that the caller refuses them.
+    are joined by `+`, a name that the caller refuses.
 
     Raises:
         ModelFormatError: a file is damaged.

@@ -1,4 +1,4 @@
-"""Brings a file's weights into the form in which a Program reads them."""
+"""Converts a file's weights to the names and shapes that a Program reads."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ def in_program_form(
     shapes: Mapping[str, tuple[int, ...]],
     names: FileNames,
 ) -> dict[str, QuantTensor]:
-    """Return a file's weights, in which stacked and joined matrices are separate.
+    """Return a file's weights with the names and shapes that a Program reads.
 
-    `shapes` are the shapes that the Program reads, by canonical name. Tensors that the Program does
-    not read are returned, too, except empty biases and keys and values that no layer uses.
+    Stacked and joined matrices are separated. `shapes` are the shapes that the Program reads, by
+    canonical name. Tensors that the Program does not read are returned, too, except empty biases,
+    and keys and values that no layer uses.
 
     Raises:
         ModelFormatError: a stacked or joined matrix has the wrong shape.
@@ -69,7 +70,8 @@ def in_program_form(
 def _reshaped(tensor: QuantTensor, shape: tuple[int, ...] | None) -> QuantTensor:
     """Return a tensor with the shape that the Program reads, if only dimensions of 1 differ.
 
-    ERNIE's folders have a bias (1, experts), and convolutions have kernels (width, 1, kernel).
+    In safetensors files, ERNIE has a bias (1, experts), and convolutions have kernels (width, 1,
+    kernel).
     """
     if shape is None or tensor.shape == shape:
         return tensor
@@ -79,14 +81,14 @@ def _reshaped(tensor: QuantTensor, shape: tuple[int, ...] | None) -> QuantTensor
 
 
 def _is_empty_bias(name: str, tensor: QuantTensor) -> bool:
-    """Return whether a tensor is a bias of zeros, which some quantized folders contain."""
+    """Return whether a tensor is a bias of zeros, as some quantized models contain."""
     return name.endswith(".bias") and not tensor.data.any()
 
 
 def _is_of_shared_kv_layer(name: str, spec: ModelSpec) -> bool:
     """Return whether a tensor computes keys or values for a layer that reads an earlier layer's.
 
-    The model has no use for such a tensor.
+    Files may contain such tensors; no layer uses them.
     """
     match = _KEY_OR_VALUE.fullmatch(name)
     layer = spec.num_layers if match is None else int(match[1])

@@ -30,8 +30,9 @@ def cut_projections(
     `shortconv.in_proj` (LFM2) has the rows of three products. `ssm_in` (Mamba-2) has the rows of
     gates, then of values, keys and queries, then of time steps. The parts are views of the tensor.
 
-    Of Mamba-2, folders have the logarithm of the decay's rates, and GGUF files have norms with a
-    row for each group. Other tensors are returned unchanged.
+    Two other weights of Mamba-2 are converted: the logarithms of decay rates that safetensors files
+    have, and the norms with a row for each group that GGUF files have. Other tensors are returned
+    unchanged.
 
     Raises:
         ModelFormatError: a joined projection is missing, or has the wrong shape.
@@ -61,7 +62,7 @@ def cut_projections(
 
 
 def _stacks(spec: ModelSpec) -> dict[str, dict[str, int]]:
-    """Return the parts of each joined projection of a layer, with their numbers of rows."""
+    """Return the joined projections of a layer by name: the number of rows of each part."""
     if spec.convolution is not None:
         parts = ("shortconv.in_b", "shortconv.in_c", "shortconv.in_v")
         return {"shortconv.in_proj": dict.fromkeys(parts, spec.hidden_size)}
@@ -74,7 +75,10 @@ def _stacks(spec: ModelSpec) -> dict[str, dict[str, int]]:
 
 
 def _reshaped(name: str, tensor: QuantTensor, spec: ModelSpec, names: FileNames) -> QuantTensor:
-    """Return a weight of Mamba-2 in the form that the Program reads, which may be its own form."""
+    """Return a weight with the shape and values that the Program reads.
+
+    It is the same object if nothing changes.
+    """
     if spec.mamba is None:
         return tensor
     if name.endswith(".ssm_a") and names.published.get(name, "").endswith(".A_log"):
@@ -88,7 +92,7 @@ def _reshaped(name: str, tensor: QuantTensor, spec: ModelSpec, names: FileNames)
 def _check_complete(
     file: str, tensors: Mapping[str, QuantTensor], spec: ModelSpec, names: FileNames
 ) -> None:
-    """Raise ModelFormatError if a recurrent layer has no joined projection."""
+    """Raise ModelFormatError if a recurrent layer lacks its joined projection."""
     mixer = spec.convolution or spec.mamba
     kinds = ("weight", "bias") if mixer is not None and mixer.has_bias else ("weight",)
     for stack, parts in _stacks(spec).items():

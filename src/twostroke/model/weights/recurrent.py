@@ -1,4 +1,4 @@
-"""Brings weights of the gated delta rule and of gated attention into the form of Programs."""
+"""Converts weights of the gated delta rule and of gated attention as Programs read them."""
 
 from __future__ import annotations
 
@@ -32,16 +32,18 @@ _LOG_DECAY: Final = ".A_log"  # the end of the name of the decay's rates in fold
 def cut_recurrent(
     file: str, tensors: Mapping[str, QuantTensor], spec: ModelSpec, names: FileNames
 ) -> dict[str, QuantTensor]:
-    """Return a file's weights in the form that the Program of a model with the delta rule reads.
+    """Return a file's weights as the Program of a model with the delta rule reads them.
 
     - `attn_q` has the rows of each head's queries and then of its gate. They become `attn_q` and
       `attn_gate`.
-    - `ssm_in` and `ssm_ba` (Qwen3-Next) have, for each key head, the rows of its queries, keys,
-      values and gates, and of its strengths and decays. They become a matrix for each.
-    - `ssm_conv1d` is (channels, 1, kernel) in folders, and becomes (channels, kernel). Kimi Linear
-      has three: `ssm_conv1d_q`, `ssm_conv1d_k` and `ssm_conv1d_v`, which become one.
+    - `ssm_in` and `ssm_ba` (Qwen3-Next) are arranged by key head. `ssm_in` has the rows of the
+      head's queries, keys, values and gates, and `ssm_ba` of its strengths and decays. They are
+      split into a matrix of queries, keys and values, one of gates, one of strengths and one of
+      decays.
+    - `ssm_conv1d` is (channels, 1, kernel) in safetensors files, and becomes (channels, kernel).
+      Kimi Linear has three: `ssm_conv1d_q`, `ssm_conv1d_k` and `ssm_conv1d_v`, which become one.
     - The gate of a shared expert is a vector in GGUF files, and becomes a matrix with one row.
-    - Folders have the logarithm of the decay's rates: `ssm_a` becomes `-exp` of it.
+    - Safetensors files have the logarithm of the decay's rates: `ssm_a` becomes `-exp` of it.
 
     Rows are copied as they are stored, so quantized weights stay exact. Other tensors are returned
     unchanged.
@@ -82,7 +84,7 @@ def cut_recurrent(
 def _join_convolutions(
     file: str, tensors: dict[str, QuantTensor], spec: ModelSpec, names: FileNames
 ) -> None:
-    """Join the kernels of queries, keys and values of each recurrent layer, in place."""
+    """Join the convolution kernels of a layer's queries, keys and values in `tensors`, in place."""
     delta = spec.delta
     assert delta is not None
     shape = delta.width, delta.kernel
@@ -107,7 +109,7 @@ def _join_convolutions(
 
 
 def _num_stacked_rows(spec: ModelSpec, layer: int, weight: str) -> int:
-    """Return how many rows a layer's stacked matrix must have; 0 for any other weight."""
+    """Return how many rows a layer's stacked matrix must have; 0 if the weight is no stack."""
     delta = spec.delta
     assert delta is not None
     if delta.attends[layer]:
@@ -121,7 +123,7 @@ def _num_stacked_rows(spec: ModelSpec, layer: int, weight: str) -> int:
 
 
 def _row_orders(spec: ModelSpec, weight: str) -> RowOrders:
-    """Return which rows of a stacked matrix belong to which weight of the Program."""
+    """Return, for each weight of the Program in a stacked matrix, the rows that belong to it."""
     delta = spec.delta
     assert delta is not None
     if weight == _QUERIES_AND_GATES:
@@ -137,9 +139,9 @@ def _row_orders(spec: ModelSpec, weight: str) -> RowOrders:
 
 
 def _by_head(num_heads: int, heights: tuple[int, ...]) -> list[NDArray[np.int64]]:
-    """Return the row numbers of each part of a matrix that has all parts of a head together.
+    """Return the row numbers of each part of a matrix whose rows are arranged by head.
 
-    `heights` are the rows of the parts of one head.
+    The rows of a head are its parts, one after the other; `heights` are their numbers of rows.
     """
     rows = np.arange(num_heads * sum(heights)).reshape(num_heads, -1)
     ends = list(accumulate(heights))[:-1]
@@ -151,7 +153,10 @@ def _take(tensor: QuantTensor, rows: NDArray[np.int64]) -> QuantTensor:
 
 
 def _reshaped(weight: str, tensor: QuantTensor, *, is_logarithm: bool) -> QuantTensor:
-    """Return a layer's weight in the form that the Program reads, which may be its own form."""
+    """Return a layer's weight with the shape and values that the Program reads.
+
+    It is the same object if nothing changes. `is_logarithm`: `ssm_a` has logarithms of decay rates.
+    """
     shape = tensor.shape
     if weight == "ssm_conv1d.weight" and len(shape) == 3 and shape[1] == 1:
         return replace(tensor, shape=(shape[0], shape[2]))

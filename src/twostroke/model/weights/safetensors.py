@@ -123,7 +123,7 @@ def read_sharded(index: Path) -> WeightFiles:
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, QuantTensor | StoredArray]) -> None:
-    """Write tensors to a safetensors file, which appears complete or not at all.
+    """Write tensors to a safetensors file, atomically.
 
     The tensors must be float32, float16, bfloat16 or integers. Raises OSError on failure.
     """
@@ -157,7 +157,7 @@ def _values_type_shape(tensor: QuantTensor | StoredArray) -> tuple[NDArray[Any],
 def decode_json(raw: bytes | msgspec.Raw, kind: type[T], name: str) -> T:
     """Decode JSON to a value of type `kind`, which declares its bounds with `msgspec.Meta`.
 
-    Raises ModelFormatError about the file `name` if the JSON does not fit.
+    Raises ModelFormatError about the file `name` if the JSON has other types or is out of bounds.
     """
     try:
         return msgspec.json.decode(raw, type=kind)
@@ -203,7 +203,7 @@ def _read_header(mapping: MappedFile) -> tuple[dict[str, _Entry], int]:
 
 
 def _check_cover(mapping: MappedFile, header: Mapping[str, _Entry], num_bytes: int) -> None:
-    """Check that a safetensors file's tensors fill its data without overlaps and gaps.
+    """Check that a safetensors file's tensors cover its data without overlaps and gaps.
 
     Gaps could hide data.
     """

@@ -34,7 +34,7 @@ def cut_stacks(
 
     `shapes` are the shapes that the Program reads, by canonical name. `fused` maps a stacked weight
     of a layer to its parts ({"attn_qkv": ("attn_q", "attn_k", "attn_v")}); stacks of experts have
-    known names. A tensor that does not fit stays as it is.
+    known names. A tensor whose shape does not fit is returned unchanged.
     """
     separate: dict[str, QuantTensor] = {}
     for name, tensor in tensors.items():
@@ -56,9 +56,9 @@ def uncut_stack(
     shapes: Mapping[str, tuple[int, ...]],
     fused: Mapping[str, tuple[str, ...]],
 ) -> tuple[str, tuple[int, ...]] | None:
-    """Return a stacked weight that `cut_stacks` could not split, with the shape it should have.
+    """Return a stacked weight that `cut_stacks` could not split, for the error message.
 
-    Used for the error message. None if there is no such stack.
+    Returns (name, the shape that it should have), or None if all were split.
     """
     for name, tensor in tensors.items():
         parts = _parts(name, tensor, fused)
@@ -71,7 +71,7 @@ def uncut_stack(
 
 
 def _parts(name: str, tensor: QuantTensor, fused: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Return the names of the weights in a stacked tensor, from its first row to its last.
+    """Return the names of the weights in a stacked tensor, in the order of their rows.
 
     Empty if the tensor is not a stack.
     """
@@ -102,12 +102,12 @@ def _is_bias_stack(name: str, tensor: QuantTensor) -> bool:
 
 
 def _as_vector(tensor: QuantTensor) -> QuantTensor:
-    """Return a stack of biases with the values of all experts in one row."""
+    """Flatten a stack of biases: the values of all experts become one row."""
     return replace(tensor, shape=(tensor.num_values,), data=tensor.data.reshape(1, -1))
 
 
 def slice_rows(tensor: QuantTensor, start: int, end: int) -> QuantTensor:
-    """Return some rows of a stacked tensor as a matrix, or values of a vector, as views."""
+    """Return rows `start` to `end` of a stack as a matrix, or values of a vector, as views."""
     if len(tensor.shape) > 1:
         shape = (end - start, tensor.shape[-1])
         return replace(tensor, shape=shape, data=tensor.data[start:end])

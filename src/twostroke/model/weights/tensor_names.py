@@ -140,7 +140,7 @@ def canonical_name(name: str, layer_names: Mapping[str, str]) -> str | None:
     """Return the canonical (GGUF) name of a Hugging Face tensor; None for an unneeded tensor.
 
     `layer_names` are a family's names of a layer's weights, where they differ from Llama's. An
-    unknown name is returned without prefixes, for the error message.
+    unknown name is returned without its prefixes, for use in the error message.
     """
     name = without_prefix(name)
     if any(unneeded.fullmatch(name) for unneeded in (_DERIVED, _OTHER_MODALITY, _MTP_LAYER)):
@@ -154,10 +154,10 @@ def canonical_name(name: str, layer_names: Mapping[str, str]) -> str | None:
 
 
 def mtp_name(name: str, layer: int) -> str:
-    """Return a tensor's name with `layer` as the number of Qwen's layer for multi-token prediction.
+    """Return the name of a tensor of Qwen's MTP layer as if the layer had the number `layer`.
 
-    Qwen's folders have this layer under `mtp.`. Here it follows the model's other layers, as in the
-    folders of other families. Other names are returned unchanged.
+    Qwen's files have this layer (multi-token prediction) under `mtp.`. Other families number it
+    after the model's other layers. Names of other tensors are returned unchanged.
     """
     match = _QWEN_MTP_NAME.fullmatch(_WRAPPER.sub("", name))
     if match is None:
@@ -171,12 +171,12 @@ def mtp_name(name: str, layer: int) -> str:
 
 
 def is_mtp_name(name: str) -> bool:
-    """Return whether a tensor belongs to Qwen's layer for multi-token prediction."""
+    """Return whether a tensor belongs to Qwen's MTP layer (multi-token prediction)."""
     return mtp_name(name, 0) != name
 
 
 def published_mtp_name(name: str) -> str:
-    """Return Qwen's name of a weight of its MTP layer, from the name in other families' folders."""
+    """Return Qwen's name of a weight of its MTP layer, from the name in other families' files."""
     part = name.split(".", 3)[3]
     stem, _, suffix = part.rpartition(".")
     for published, other in _QWEN_MTP_WEIGHTS.items():
@@ -198,13 +198,13 @@ def without_prefix(name: str) -> str:
 def is_text_weight(canonical: str) -> bool:
     """Return whether a tensor's name has the form of a text model's weight.
 
-    The family need not know the weight.
+    The weight may still be unknown to the model's family.
     """
     return _TEXT_PART.match(canonical) is not None
 
 
 def is_derived(name: str) -> bool:
-    """Return whether a tensor can be ignored, because its values follow from the configuration."""
+    """Return whether a tensor can be ignored, because it can be computed from the configuration."""
     return _DERIVED.fullmatch(name) is not None
 
 
@@ -234,7 +234,7 @@ def published_name(name: str, layer_names: Mapping[str, str]) -> str:
 
 
 def _layer_part(name: str, layer_names: Mapping[str, str]) -> str | None:
-    """Return the canonical name of a layer's weight, without the layer's number; or None.
+    """Return the canonical name of a layer's weight, without the layer's number.
 
     None if the weight is unknown.
     """

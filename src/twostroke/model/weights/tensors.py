@@ -25,7 +25,7 @@ _MAX_VALUES = 1 << 63
 
 
 class TensorEntry(Frozen):
-    """A tensor's entry in a weight file's table: name, type, shape and place of its values.
+    """A tensor's entry in a weight file's table: name, type, shape and position of its values.
 
     The values begin at byte `start` of the file. `dtype` is the file's name of the number format;
     `format` is None if it is not supported. The shape is row-major.
@@ -63,9 +63,9 @@ class StoredArray(Frozen, eq=False):
 class WeightFiles(Frozen):
     """The tensors of a weight file, or of all files of a model, by their names in the files.
 
-    Tensors are views into `mappings`. `unsupported` has the type of each tensor whose format is not
-    supported; tensors of safetensors files that are parts of quantized weights are also in
-    `arrays`. `metadata` is a GGUF file's, and empty for safetensors.
+    Tensors are views into `mappings`. `unsupported` maps each tensor whose format is not supported
+    to its type. Some of these are parts of quantized weights in safetensors files; they are also in
+    `arrays`. `metadata` is the metadata of a GGUF file, and empty for safetensors.
     """
 
     mappings: tuple[MappedFile, ...]
@@ -147,10 +147,11 @@ def check_shapes(
     reader: str,
     quote: Callable[[str], str] = repr,
 ) -> None:
-    """Check that a file has exactly the tensors, with the shapes, that a model reads.
+    """Check that a file has exactly the tensors that a model reads, with the right shapes.
 
-    `reader` names the model or its family in the errors, and `quote` formats a tensor's name. An
-    unknown tensor is refused because results without it would be wrong. Raises ModelFormatError.
+    `shapes` are these shapes by name. `reader` names the model or its family in the errors, and
+    `quote` formats a tensor's name. An unknown tensor is refused because results without it would
+    be wrong. Raises ModelFormatError.
     """
     unknown = sorted(tensors.keys() - shapes.keys())
     for name, shape in shapes.items():

@@ -1,4 +1,4 @@
-"""Brings transposed stacks of experts, of gpt-oss and Llama 4, into the form of GGUF files."""
+"""Converts transposed stacks of experts, of gpt-oss and Llama 4, to the layout of GGUF files."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _NUM_DIMENSIONS: Final = {"weight": 3, "bias": 2}  # of a stack
 def transpose_experts(
     file: str, tensors: Mapping[str, QuantTensor], names: FileNames, *, alternate: bool
 ) -> dict[str, QuantTensor]:
-    """Return a file's weights with the experts' matrices as GGUF files have them.
+    """Return a file's weights with the experts' matrices laid out as in GGUF files.
 
-    Folders join gate and up projections. If their rows `alternate` (gpt-oss), they become two
-    stacks. Stacks of floats are (experts, inputs, outputs), and are transposed in a copy; stacks in
-    MXFP4 have their outputs before their inputs already. Other tensors are returned unchanged.
+    Safetensors files join gate and up projections. If their rows `alternate` (gpt-oss), they become
+    two stacks. Stacks of floats are (experts, inputs, outputs) in the file, and are transposed in a
+    copy. Stacks in MXFP4 already have outputs before inputs. Other tensors are returned unchanged.
 
     Raises:
         ModelFormatError: gate and up projections have an odd number of rows together.

@@ -30,7 +30,7 @@ def write_gguf(
 ) -> None:
     """Write a GGUF file with metadata and tensors; raise OSError if it cannot be written.
 
-    Whole numbers are stored with 32 bits. The alignment is 32 bytes, so `metadata` must not contain
+    Whole numbers are stored with 32 bits. The alignment is 32 bytes, and `metadata` must not set
     another alignment.
     """
     sizes = [_aligned(tensor.num_bytes) for tensor in tensors.values()]

@@ -1,8 +1,8 @@
-"""Reads quantized folders (GPTQ, AWQ, ...): a module's tensors become one weight.
+"""Reads quantized safetensors models (GPTQ, AWQ, ...): a module's tensors become one weight.
 
-`quant_method` in config.json's `quantization_config` names the layout. A module is quantized if it
-has the tensors of the layout. Scales and zero points of activations, keys and values are left out:
-the backends quantize these in their own way.
+`quant_method` in config.json's `quantization_config` names the layout. A module (linear layer) is
+quantized if it has the tensors of the layout. Scales and zero points of activations, keys and
+values are left out: the backends quantize these in their own way.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class QuantLayout(Protocol):
-    """How a quantization tool (GPTQ, AWQ, ...) stores a quantized module in a folder.
+    """How a quantization tool (GPTQ, AWQ, ...) stores a quantized module in safetensors files.
 
     A module is one linear layer. It has several tensors, such as `qweight` and `scales`, from which
     `read` makes its matrix.
@@ -43,7 +43,7 @@ class QuantLayout(Protocol):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Return the short names of the tensors that only quantized modules have, as `qweight`."""
+        """Return the short names of tensors that only quantized modules have, such as `qweight`."""
 
     def read(self, module: Module) -> CodedMatrix | QuantTensor:
         """Return the matrix of a quantized module.
@@ -135,9 +135,9 @@ def assemble_published(
 
 
 def _modules(file: str, files: WeightFiles, layout: QuantLayout) -> dict[str, Module]:
-    """Return the quantized modules of a folder by name.
+    """Return the quantized modules of a model folder by name.
 
-    Tensors like `qweight`, or the type of `weight`, identify quantized modules.
+    Modules are recognized by tensors such as `qweight`, or by the type of `weight`.
     """
     parts = (*layout.parts, "weight")
 

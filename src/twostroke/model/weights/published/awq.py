@@ -1,8 +1,8 @@
-"""AWQ folders, as AutoAWQ writes them in its version `gemm`.
+"""AWQ models, as AutoAWQ writes them in its version `gemm`.
 
 A module has `qweight` int32 (inputs, outputs / 8), `qzeros` int32 (groups, outputs / 8) and
-`scales` (groups, outputs). A word holds 8 outputs in the order 0, 2, 4, 6, 1, 3, 5, 7 from its
-lowest four bits on. A value is `scale * (code - zero)`.
+`scales` (groups, outputs). A word holds the codes of 8 outputs, four bits each; from the lowest
+bits on, they are outputs 0, 2, 4, 6, 1, 3, 5, 7. A value is `scale * (code - zero)`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,14 @@
-"""compressed-tensors folders, as LLM Compressor writes them.
+"""Models in the compressed-tensors format, as LLM Compressor writes them.
 
 A module has `weight_packed` int32 (outputs, words of inputs) with codes of 2 to 8 bits, `weight`
-int8 or E4M3, or `weight_packed` uint8 with two E2M1 codes in a byte; `weight_scale` for the matrix,
-each output, each group of inputs or each block; and, if it is not symmetric, `weight_zero_point`,
-packed along the outputs if codes are packed. Integers are packed with half of their range added.
-The groups of `config_groups` describe the schemes. Their targets are not used: a module's tensors
-tell its scheme, and one group must agree.
+int8 or E4M3, or `weight_packed` uint8 with two E2M1 codes in a byte. It has `weight_scale` for the
+matrix, each output, each group of inputs or each block. If it is not symmetric, it has
+`weight_zero_point`, packed along the outputs if codes are packed. Packed integers are unsigned:
+half of their range was added.
+
+The `config_groups` of config.json describe the quantization schemes. The modules that they name as
+targets are ignored: a module's tensors show its scheme, and one of the groups must have that
+scheme.
 """
 
 from __future__ import annotations
@@ -55,7 +58,7 @@ _MAX_SIZE = 1 << 20  # at least the outputs or inputs of any matrix
 
 
 class Scheme(Frozen):
-    """One quantization scheme of a compressed-tensors folder.
+    """One quantization scheme of a compressed-tensors model.
 
     Codes are `kind` ("int" or "float") of `bits` bits. A block of `size` (outputs, inputs) weights
     shares a scale.
@@ -66,12 +69,12 @@ class Scheme(Frozen):
     size: tuple[int, int]
 
     def scale_shape(self, outputs: int, inputs: int) -> tuple[int, int]:
-        """Return how many scales a matrix of this size has: (outputs' blocks, inputs' blocks)."""
+        """Return the shape of a matrix's scales: (blocks along outputs, blocks along inputs)."""
         return -(-outputs // self.size[0]), -(-inputs // self.size[1])
 
 
 class CompressedLayout(Frozen):
-    """How compressed-tensors folders store a quantized matrix, by the schemes in config.json."""
+    """How compressed-tensors models store a quantized matrix, by the schemes in config.json."""
 
     schemes: tuple[Scheme, ...]
 
@@ -161,9 +164,9 @@ class CompressedLayout(Frozen):
         return fp8_matrix(codes, scales, scheme.size)
 
     def _scheme(self, module: Module, kind: str, bits: int, shape: tuple[int, ...]) -> Scheme:
-        """Return the configured quantization scheme that agrees with a module's tensors.
+        """Return the quantization scheme of config.json that agrees with a module's tensors.
 
-        `kind` and `bits` describe the module's values, and `shape` its scales.
+        `kind` and `bits` describe the module's codes, and `shape` its scales.
         """
         outputs, inputs = shape
         schemes = [s for s in self.schemes if (s.kind, s.bits) == (kind, bits)]
@@ -264,7 +267,10 @@ def _coded_matrix(module: Module, scheme: Scheme, codes: Bytes, zeros: Bytes | N
 
 
 def _zero_points(module: Module, scheme: Scheme, shape: tuple[int, ...]) -> Bytes:
-    """Return a module's zero points, uint8 (rows, groups); the file has packed words or bytes."""
+    """Return a module's zero points as uint8 (rows, groups).
+
+    In the file they are packed words, or bytes. `shape` is the shape of the scales.
+    """
     part, (rows, columns) = "weight_zero_point", scheme.scale_shape(*shape)
     if module.dtype(part) == "I32":
         words = module.array(part, ("I32",))

@@ -1,10 +1,12 @@
-"""Folders of E4M3 matrices with float scales: `fp8`, `fbgemm_fp8`, and NVIDIA's `modelopt`.
+"""Models with E4M3 matrices and float scales: `fp8`, `fbgemm_fp8`, and NVIDIA's `modelopt`.
 
 A module has `weight` E4M3 and either `weight_scale_inv`, a scale for each block of 128 x 128 (or of
 `weight_block_size`), or `weight_scale` for the matrix or for each output. Despite its name,
-`weight_scale_inv` is multiplied. `modelopt` also has NVFP4: `weight` uint8 with two E2M1 codes in a
-byte, `weight_scale` E4M3 for each 16 inputs, and one `weight_scale_2` for the matrix. A folder may
-have both, whose modules `quantized_layers` lists. Each module's tensors tell which it is.
+`weight_scale_inv` is multiplied.
+
+`modelopt` also has NVFP4: `weight` uint8 with two E2M1 codes in a byte, `weight_scale` E4M3 for
+each 16 inputs, and one `weight_scale_2` for the matrix. A model may have both formats; then
+`quantized_layers` lists the modules. The tensors of a module show its format.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ _SEVERAL = "MIXED_PRECISION"  # each module has one of the algorithms
 
 
 class Fp8Layout(Frozen):
-    """How FP8 folders store a quantized matrix; a block of `block` weights shares a scale.
+    """How FP8 models store a quantized matrix; a block of `block` weights shares a scale.
 
     `block` is (outputs, inputs); None if each output, or the whole matrix, has one scale.
     """

@@ -1,4 +1,4 @@
-"""GPTQ folders, as AutoGPTQ and GPTQModel write them, and AutoRound's folders of the same layout.
+"""GPTQ models, as AutoGPTQ and GPTQModel write them, and AutoRound's models with this layout.
 
 A module has `qweight` int32 (words of inputs, outputs) with the codes of 32 / bits inputs in a
 word, `qzeros` int32 (groups, words of outputs), `scales` (groups, outputs) and `g_idx` int32
@@ -48,10 +48,10 @@ _PACKING_VERSIONS = {
 
 
 class GptqLayout(Frozen):
-    """How GPTQ folders store a quantized matrix, with the sizes that config.json names.
+    """How GPTQ models store a quantized matrix, with the sizes that config.json names.
 
-    `bits` and `group_sizes` are alternatives: first the model's own values, then the values of
-    single modules. The tensors of a module tell which of them it has.
+    `bits` and `group_sizes` have all values that a module may have: first the model's default, then
+    the values of single modules. The shapes of a module's tensors show which values it has.
     """
 
     bits: tuple[int, ...]
@@ -148,7 +148,7 @@ def _layout(config: Fields, version: int, key: str) -> GptqLayout:
 
 
 def _sizes(config: Fields, key: str) -> Iterator[tuple[int, int]]:
-    """Yield pairs of bits and group size: the model's, then the pairs of single modules."""
+    """Yield pairs of (bits, group size): the model's default, then the pairs of single modules."""
     bits, size = _bits(config, None), _group_size(config, None)
     yield bits, size
     overrides = config.part(key)
@@ -168,6 +168,9 @@ def _bits(config: Fields, default: int | None) -> int:
 
 
 def _group_size(config: Fields, default: int | None) -> int:
-    """Return the number of inputs in a quantization group; -1 in the file means all inputs."""
+    """Return the number of inputs in a quantization group.
+
+    For -1 in the file (all inputs are one group), it is larger than the inputs of any matrix.
+    """
     size = config.integer("group_size", 1 << 20, low=-1, default=default or 128)
     return size if size > 0 else 1 << 20

@@ -1,11 +1,12 @@
-"""Turns codes, scales and zero points of published folders into tensors of our formats.
+"""Converts codes, scales and zero points of published models to tensors of our formats.
 
 Integer codes become one tensor of a grouped format. Floats of 8 and 4 bits (FP8, MXFP8, NVFP4,
-MXFP4) keep their codes where our formats can express their scales. Matrices whose columns were
-sorted by their groups ("act-order") are put in order: the inputs of a feed-forward's last matrix
-are the outputs of the two before it, whose rows take the same order, so no value changes. Other
-matrices read normalized rows or merged heads, which other operations read too: such a matrix keeps
-its order, and kernels gather its inputs.
+MXFP4) keep their codes where our formats can express their scales.
+
+GPTQ may sort a matrix's columns by their groups ("act-order"). For the last matrix of a
+feed-forward, this order is moved to the two matrices before it: their outputs are its inputs, so
+their rows are reordered, and no value changes. For other matrices this is impossible, since other
+operations read the same inputs. Such a matrix keeps its order, and kernels gather its inputs.
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ class Scales(Frozen, eq=False):
 
 
 class CodedMatrix(Frozen, eq=False):
-    """A matrix (outputs, inputs) as a quantized folder stores it: codes, scales and zero points.
+    """A matrix (outputs, inputs) as a quantized model stores it: codes, scales and zero points.
 
-    A weight is (code - zero point) * scale. Without `zeros` uint8 (outputs, groups), zero points
-    are in the middle of the codes' range. `scales` and `zeros` may have one row for all outputs.
-    `group_of` (inputs,) is the group of each input. With the table "e2m1" codes stand for E2M1
-    floats.
+    A weight is (code - zero point) * scale. `zeros` is uint8 (outputs, groups); None: all zero
+    points are in the middle of the codes' range. `scales` and `zeros` may have one row for all
+    outputs. `group_of` (inputs,) is the group of each input. With the `table` "e2m1", codes stand
+    for E2M1 floats.
     """
 
     codes: Bytes
@@ -67,7 +68,7 @@ class CodedMatrix(Frozen, eq=False):
 
 
 class AssembledMatrix(Frozen, eq=False):
-    """A quantized weight tensor, whose columns may be in another order than its inputs.
+    """A quantized weight tensor, whose columns may be in another order than the layer's inputs.
 
     Column i belongs to the input `order[i]`, or to input i if `order` is None.
     """
@@ -77,10 +78,10 @@ class AssembledMatrix(Frozen, eq=False):
 
 
 def assemble_groups(coded: CodedMatrix) -> AssembledMatrix:
-    """Convert a quantized folder's matrix to a number format of the kernels, with the same values.
+    """Convert a quantized model's matrix to a number format of the kernels, with the same values.
 
-    Inputs are sorted by their groups, if they are not sorted yet. Matrices that no such format can
-    express become floats: groups that are not multiples of 32 inputs, and zero points of 8 bits.
+    Inputs are sorted by their groups, if they are not sorted yet. A matrix that no such format can
+    express becomes floats: if groups are not multiples of 32 inputs, or if zero points have 8 bits.
     """
     order = None
     groups, codes = coded.group_of, coded.codes
@@ -131,9 +132,9 @@ def exact_floats(values: Floats) -> QuantTensor:
 
 
 def _widen_codes(codes: Bytes, coded: CodedMatrix) -> tuple[Bytes, Bytes | None]:
-    """Return a matrix's codes and zero points as codes of 4 or 8 bits, the sizes that formats have.
+    """Convert codes and zero points to 4 or 8 bits, the sizes that number formats have.
 
-    The zero points are None if all are in the middle of the codes' range.
+    Returned zero points are None if all are in the middle of the codes' range.
     """
     middle = 1 << (coded.bits - 1)
     zeros = coded.zeros
@@ -146,10 +147,10 @@ def _widen_codes(codes: Bytes, coded: CodedMatrix) -> tuple[Bytes, Bytes | None]
 
 
 def _block_size(groups: NDArray[Any], min_block: int) -> int | None:
-    """Return the largest group size of a format into which a matrix's groups can be cut.
+    """Return the largest group size of a number format that divides all groups of a matrix.
 
-    `groups` (inputs,) is the group of each input, in order. Kernels take multiples of 32 inputs;
-    None if no size is possible.
+    `groups` (inputs,) is the group of each input, in order. Kernels take multiples of 32 inputs.
+    Returns None if no size is possible.
     """
     inputs = len(groups)
     if inputs % 32:
@@ -170,11 +171,12 @@ _PRODUCERS = {"down_proj": ("gate_proj", "up_proj"), "w2": ("w1", "w3")}
 def reorder_columns(
     tensors: Mapping[str, QuantTensor], orders: Mapping[str, NDArray[Any]]
 ) -> dict[str, QuantTensor]:
-    """Undo the sorting of inputs of some matrices, whose columns are in another order.
+    """Undo, where possible, the sorting of some matrices' inputs.
 
-    Column i of the matrix `name` in `orders` belongs to the input `orders[name][i]`. If other
-    matrices compute just these inputs, as gate and up do for down, their rows are put in the same
-    order. Otherwise the tensor gets the order as `QuantTensor.order`.
+    Column i of the matrix `name` in `orders` belongs to the input `orders[name][i]`. If the inputs
+    are the outputs of other matrices alone (gate and up compute the inputs of down), the rows of
+    these matrices are put in the same order. Otherwise the tensor gets the order as
+    `QuantTensor.order`.
     """
     reordered = dict(tensors)
     for name, order in orders.items():

@@ -1,4 +1,4 @@
-"""A quantized module (one linear layer) of a folder: the tensors that make one matrix.
+"""A quantized module (one linear layer) of a model: the tensors that make one matrix.
 
 Also unpacks codes of a few bits from the 32-bit words of such tensors.
 """
@@ -30,9 +30,9 @@ _MAX_NAME_CHARS = 120  # characters of a tensor's name in an error
 
 
 class Module(Frozen):
-    """A quantized module (one linear layer) of a folder: its tensors by their short names.
+    """A quantized module (one linear layer) of a model: its tensors by their short names.
 
-    Short names are the ends of the names, such as `qweight` and `scales`.
+    Short names are the ends of the full names, such as `qweight` and `scales`.
     """
 
     file: str
@@ -62,7 +62,7 @@ class Module(Frozen):
         """Return one of the module's tensors as an array with this number of dimensions.
 
         `part`: the tensor's short name. `dtypes`: the types that are allowed. Raises
-        ModelFormatError if the tensor is missing or differs.
+        ModelFormatError if the tensor is missing, or has another type or number of dimensions.
         """
         dtype = self.dtype(part)
         if dtype is None:
@@ -142,7 +142,10 @@ class Module(Frozen):
 
 
 def _equivalent_shapes(shape: tuple[int, int]) -> list[tuple[int, ...]]:
-    """Return the shapes that a file may use for a matrix: (n, 1) is also (n,)."""
+    """Return the shapes that a file may use for a matrix of this shape.
+
+    For example, (n, 1) may also be (n,).
+    """
     return [shape, (shape[0],)] if shape[1] == 1 else [shape]
 
 

@@ -1,8 +1,9 @@
-"""Folders of gpt-oss with experts in MXFP4, as OpenAI published them (`quant_method` mxfp4).
+"""gpt-oss models with experts in MXFP4, as OpenAI published them (`quant_method` mxfp4).
 
 A stack of experts' matrices has `NAME_blocks` uint8 (experts, outputs, inputs / 32, 16), with two
-E2M1 codes in a byte, the first in the low bits, and `NAME_scales` uint8 (experts, outputs, inputs /
-32), the E8M0 code of each 32 inputs. Source: the Microscaling formats specification of the OCP.
+E2M1 codes in a byte, the first in the low bits. It has `NAME_scales` uint8 (experts, outputs,
+inputs / 32): one E8M0 code for 32 inputs. Source: the Microscaling formats specification of the
+OCP.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ _MAX_NAME_CHARS: Final = 80
 
 
 class Mxfp4Layout(Frozen):
-    """How gpt-oss folders store their experts: a tensor of codes and one of scales for each stack.
+    """How gpt-oss models store their experts: a tensor of codes and one of scales for each stack.
 
-    Stacks are no modules, so this layout has no `read`.
+    It is no `QuantLayout`, because it has stacks in place of modules.
     """
 
     def assemble(self, file: str, files: WeightFiles) -> WeightFiles:
@@ -61,13 +62,16 @@ class Mxfp4Layout(Frozen):
 
 
 def mxfp4_layout(config: Fields) -> Mxfp4Layout:
-    """Return the layout of a gpt-oss folder; its settings have nothing that a reader needs."""
+    """Return the layout of a gpt-oss model; it does not depend on the settings in `config`."""
     del config
     return Mxfp4Layout()
 
 
 def _stack(file: str, name: str, blocks: StoredArray, scales: StoredArray) -> QuantTensor:
-    """Return a stack (experts, outputs, inputs), whose groups have their scale before the codes."""
+    """Join a stack's codes and scales to a tensor (experts, outputs, inputs) of our MXFP4 format.
+
+    In this format the scale of each group precedes the group's codes.
+    """
     shape = blocks.values.shape
     if (
         len(shape) != 4
