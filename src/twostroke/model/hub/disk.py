@@ -45,7 +45,7 @@ class ModelFolder(Frozen):
     def report_failures(self, name: str, describe_kept: Callable[[], str]) -> Iterator[None]:
         """Turn disk errors and Ctrl-C during a download into messages for the user.
 
-        `describe_kept` returns a sentence about the received part of the model, which a later
+        `describe_kept` returns a sentence about the received part of the model, from which a later
         download continues.
         """
         try:
@@ -63,9 +63,9 @@ class ModelFolder(Frozen):
 
 @contextmanager
 def locked(path: Path, watch: Watcher) -> Iterator[None]:
-    """Hold the lock file of a download during the block, and wait if another process holds it.
+    """Hold the lock file of a download during the block; wait while another process holds it.
 
-    A wait is reported to `watch`. The empty lock file stays afterwards, because deleting it would
+    A wait is reported to `watch`. The empty lock file is not deleted afterwards, because that would
     be a race.
     """
     path.parent.mkdir(parents=True, exist_ok=True)

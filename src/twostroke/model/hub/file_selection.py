@@ -114,8 +114,8 @@ def add_weights(
 ) -> FileSelection:
     """Return the file selection of a safetensors model with the weight files added.
 
-    `index` is the content of the repository's index file, which names the weight files; None if it
-    has none, and so a single weight file.
+    `index` is the content of the repository's index file, which names the weight files. None: there
+    is no index file, and therefore a single weight file.
     """
     weight_map = {"": SINGLE_FILE} if index is None else index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

@@ -137,8 +137,8 @@ class Hub:
     ) -> None:
         """Download a large file into the hub's cache; continue an earlier incomplete download.
 
-        `on_growth` gets the partial file and its size, and may refuse the file by a
-        ModelFormatError: then it is deleted. `watch` gets the progress of the SHA-256 check.
+        `on_growth` is called with the partial file and its size. If it raises a ModelFormatError,
+        the file is deleted. `watch` gets the progress of the SHA-256 check.
         """
         if self._has_blob(file):
             return
@@ -171,9 +171,9 @@ class Hub:
         )
 
     def remember(self, commit: str) -> None:
-        """Store in the hub's cache which commit the requested revision (a branch or tag) is.
+        """Store in the hub's cache which commit the requested revision (branch or tag) means.
 
-        So the model is found later without the network.
+        The model is then found later without the network.
         """
         ref = self._folder / "refs" / self.name.revision
         if self.name.revision != commit:
@@ -198,7 +198,7 @@ class Hub:
     ) -> None:
         """Download a file's missing bytes, with several requests if connections break.
 
-        Raises the last error after several requests in a row that returned nothing.
+        Raises the last error if several requests in a row received nothing.
         """
         size = file_size(partial) or 0
         num_failures = 0

@@ -56,8 +56,8 @@ def pull_from_hub(name: HubName, inspect: Inspect, watch: Watcher) -> ModelRecor
 class _HubDownload:
     """The download of one model from the Hugging Face hub.
 
-    `large_files` are the files that must still be downloaded, except small ones, and `total_bytes`
-    is their size together.
+    `large_files` are the large files that must still be downloaded, and `total_bytes` is their size
+    together.
     """
 
     def __init__(self, hub: Hub, inspect: Inspect, watch: Watcher) -> None:

