@@ -1,4 +1,4 @@
-"""Run a Program: `create_backend` returns a `Backend`, which computes the steps of an engine."""
+"""Backends run a Program: `create_backend` returns a `Backend`, which computes steps."""
 
 from __future__ import annotations
 

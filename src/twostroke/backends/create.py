@@ -90,8 +90,8 @@ def memory_free(
 ) -> int:
     """Return the bytes that are free for weights and KV pages, on the GPU or in RAM.
 
-    The compute options' backend decides which. On a GPU, the memory that a step needs for
-    intermediate values is already subtracted.
+    The backend that the compute options select decides which memory counts. On a GPU, the memory
+    that a step needs for intermediate values is already subtracted.
     """
     if compute.backend != "gpu":
         return memory_available()
@@ -115,10 +115,10 @@ def working_bytes(
 
 
 def unused_bytes(compute: ComputeOptions, backend: Backend) -> int:
-    """Return how many bytes of reported free memory a backend's pages and weights will still take.
+    """Return how much of the memory that is reported as free a backend will still take.
 
     The cpu backend's pages take memory only once they are used; a GPU's are allocated at once.
-    Weights in mapped files are reported as free.
+    Weights in mapped files are reported as free, although they take memory.
     """
     facts = backend.facts
     return 0 if compute.backend == "gpu" else facts.cache_bytes + facts.shared_weight_bytes
@@ -143,12 +143,12 @@ def create_backend(  # noqa: PLR0913 - each is a fact that only the caller knows
     """Create the backend that the compute options select, and load the model's weights into it.
 
     `release`, `progress`, `share_threads_with`, `tapped_value` and `embeds` are documented at
-    `CpuBackend`. Only cpu backends share threads; the other backends can always embed.
+    `CpuBackend`. Only cpu backends share threads; other backends can always embed.
 
-    `mesh`: the reference backend runs all ranks of it in this process. `weight_shard`: this process
-    is one rank of several. `packed_source`: the stamp of the model's files, with which the cpu
-    backend keeps packed weights; None: they are not kept. `max_rows`: the largest number of rows of
-    a step.
+    `mesh`: the ranks of the reference backend, which runs them all in this process. `weight_shard`:
+    this process is one rank of several, and loads this part of the model. `packed_source`: the
+    stamp of the model's files; with it, the cpu backend stores packed weights for later starts.
+    None: they are not stored. `max_rows`: the largest number of rows of a step.
     """
     if compute.backend == "gpu":
         from twostroke.backends.gpu.backend import GpuBackend
@@ -196,7 +196,7 @@ def create_backend(  # noqa: PLR0913 - each is a fact that only the caller knows
 
 
 def packed_store(compute: ComputeOptions, source: str | None) -> PackedStore | None:
-    """Return the store of packed weights; None if the options or the caller want none."""
+    """Return the store for packed weights; None if the options turn it off or `source` is None."""
     if source is None or compute.packed_cache_bytes == 0:
         return None
     folder = cache_dir() / "packed-weights"
@@ -250,7 +250,7 @@ def _create_torch_backend(
 
 
 def check_can_run(compute: ComputeOptions) -> None:
-    """Raise BackendError if the selected backend cannot run on this machine, whatever the model."""
+    """Raise BackendError if the selected backend cannot run on this machine with any model."""
     if compute.backend == "gpu":
         gpu_device(compute)
     elif compute.backend == "torch":
@@ -317,7 +317,7 @@ def auto_kv_format(compute: ComputeOptions) -> str:
 
 
 def splits_sums(compute: ComputeOptions, parallel: ParallelOptions) -> bool:
-    """Return whether tensor-parallel ranks each compute a part of a product's sums (all-reduce).
+    """Return whether tensor-parallel ranks split the sums of products and all-reduce the terms.
 
     Fewer bytes then move between ranks, but sums are rounded differently. By default, only GPUs
     split sums.

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 def mesh_for(options: EngineOptions, program: Program) -> Mesh:
     """Return the mesh of ranks that engine options ask for, over which a model is divided.
 
-    If `kv_shares` is "auto", keys and values are divided by tokens if a division by heads would
-    store some of them twice, and all ranks are on this machine; between machines, a division by
-    tokens can cost too much.
+    If `kv_shares` is "auto", keys and values are divided by heads or by tokens. A division by
+    tokens is chosen if a division by heads would store some heads twice, and if all ranks are on
+    this machine; between machines it can cost too much.
 
     Raises:
-        UsageError: the Program cannot be divided so.
+        UsageError: the Program cannot be divided into that many parts.
     """
     parallel = options.parallel
     mesh = mesh_of(parallel, program)
@@ -58,7 +58,7 @@ _MAX_PORT: Final = 65535
 class LauncherEnv(Frozen):
     """The rank that a launcher such as torchrun gave this process, and the address of rank 0.
 
-    `host` is None if the launcher does not set it, like mpirun.
+    `host` is None if the launcher does not set it (mpirun does not).
     """
 
     rank: int

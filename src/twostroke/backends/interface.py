@@ -44,8 +44,8 @@ class RankState(Frozen):
     """The current state of a rank, as the server's status reports it.
 
     `state` is "ready", "lost", "starting" (the rank has not connected yet) or "loading" (it loads
-    its weights, or restarts after a failed step). `collective_s`: seconds in collectives since the
-    rank started, including waits for other ranks; 0.0 if the backend does not measure them.
+    its weights, or restarts after a failed step). `collective_s`: seconds that the rank has spent
+    in collectives, including waits for other ranks; 0.0 if the backend does not measure them.
     """
 
     facts: RankFacts
@@ -55,10 +55,11 @@ class RankState(Frozen):
 
 
 class CollectiveTest(Frozen):
-    """Parameters of a speed test of the link: ranks compute, then run a collective, `count` times.
+    """Parameters of a speed test of the rank link: compute, then run a collective, repeatedly.
 
-    `work`: units of computation before each collective, of a few nanoseconds each. `num_bytes`:
-    bytes that each rank sends to all others, if the ranks share no memory.
+    `count`: the number of repetitions. `work`: units of computation before each collective, of a
+    few nanoseconds each. `num_bytes`: bytes that each rank sends to all others, if the ranks share
+    no memory.
     """
 
     count: int
@@ -79,15 +80,15 @@ class BackendFacts(Frozen):
     - `precision`: everything else that decides how numbers are rounded.
     - `one_arithmetic`: prompt rows and generated rows are computed bit for bit in the same way, so
       cached pages of one kind can be used for the other.
-    - `rows_together`: up to this many rows, a step takes as long as with the next power of two,
-      because kernels compute that many rows at once.
+    - `rows_together`: kernels compute this many rows at once. Up to this number, a step takes as
+      long as a step with the next power of two rows.
     - `steps_ahead`: how many steps may be in flight when another one is started; above 0 the
       backend is a `StartRunner`.
     - `draws_ahead`: as `steps_ahead`, for steps whose input tokens are drawn by a step in flight
       (`Slice.is_blind`).
     - `stops_rows`: rows without logits are not computed after the last store of keys and values.
-    - `ranks`, `link`: the ranks that run the Program together, and the link between them; empty
-      for a single process.
+    - `ranks`, `link`: the ranks that run the Program together, and the link between them; empty for
+      a single process.
     - `mixed_bits`: how many products have how many bits of activations, if the numbers differ.
     """
 
@@ -129,12 +130,12 @@ class Runner(Protocol):
     def pages(self) -> PageMemory | None:
         """Return access to the bytes of the KV pages.
 
-        None if another process has a part of the pages.
+        None if other processes have a part of the pages.
         """
 
     @property
     def state_memory(self) -> PageMemory | None:
-        """Return access to the bytes of the slots for recurrent states, as if they were pages.
+        """Return access to the bytes of the slots for recurrent states: a `PageMemory` of slots.
 
         None if the model has no such states, or if another process has a part of them.
         """
@@ -232,15 +233,15 @@ class PageMemory(Protocol):
 
     @property
     def mapped(self) -> memoryview[Any] | None:
-        """Return all KV pages as one memory view; None if they are outside this process."""
+        """Return all KV pages as one memory view; None if this process cannot address them."""
 
     def read(self, page: int) -> memoryview[Any]:
         """Return a read-only view of the bytes of a KV page."""
 
     def filling(self, page: int) -> AbstractContextManager[memoryview[Any]]:
-        """Return a context manager for writing a KV page: its value is a buffer of the page's size.
+        """Return a context manager for writing a KV page; it yields a buffer of the page's size.
 
-        When the context ends, the page has the buffer's bytes.
+        When the block ends, the buffer's bytes are in the page.
         """
 
 
@@ -286,9 +287,9 @@ class WeightShard(Frozen, eq=False):
     block_sizes: Mapping[str, int] | None = None
 
     def parts(self, program: Program, kept_values: Collection[str] = ()) -> tuple[RankProgram, ...]:
-        """Return the Program of each rank, divided over the mesh.
+        """Return the Programs of all ranks of the mesh, by rank.
 
-        `kept_values`: names of values that rank 0 has in full, not only its part.
+        `kept_values`: names of values that rank 0 has with all columns, not only its part.
         """
         return shard(program, self.mesh, kept_values, self.block_sizes)
 

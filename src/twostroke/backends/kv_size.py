@@ -60,7 +60,7 @@ def size_kv_cache(  # noqa: PLR0913 - each is a fact that only the caller knows
 ) -> CacheSize:
     """Choose the number of pages of the KV cache, from the options and the free memory.
 
-    The prefix cache fills all pages in time, so a small model gets a small cache. By default the
+    In time the prefix cache fills all pages, so a small model gets a small cache. By default the
     cache is as large as the weights plus one full context, or as `max_running` short requests if
     these need more. It takes at most half of the free memory, except for one full context.
 
@@ -81,7 +81,8 @@ def size_kv_cache(  # noqa: PLR0913 - each is a fact that only the caller knows
 
     Raises:
         UsageError: the requested context is longer than the model's own.
-        MemoryLimitError: weights and one full context do not fit; the message says what would.
+        MemoryLimitError: weights and one full context do not fit; the message says which context or
+            options would fit.
     """
     context_length = _context_length(program, options)
     page_size, memory_bytes = mesh.page_size(options.tokens_in_page), options.memory_bytes
@@ -150,13 +151,14 @@ def _num_states(
     max_running: int,
     parts: Sequence[Program],
 ) -> int:
-    """Return the slots for recurrent states: for running requests, and as many for snapshots.
+    """Return the number of slots for recurrent states: running requests, snapshots, and drafts.
 
-    There are some more for drafts, which snapshots use, too. A step reads one slot of a request and
-    writes another; with pipeline stages, several steps are in flight. Slots take at most a quarter
-    of the `allowed_bytes`, except for one request; the scheduler then runs fewer requests at the
-    same time. `parts`: the Programs of the ranks that keep states in this memory; other machines
-    may have all states.
+    There are as many slots for snapshots as for running requests, and some more for drafts, which
+    snapshots use, too. A step reads one slot of a request and writes another; with pipeline stages,
+    several steps are in flight. Slots take at most a quarter of the `allowed_bytes`, except for one
+    request; the scheduler then runs fewer requests at the same time. `parts`: the Programs of the
+    ranks that keep states in this memory. It may have none, if all recurrent layers are on other
+    machines.
     """
     if not program.state_layers:
         return 0
@@ -170,8 +172,8 @@ def _num_states(
 class _Shortage(Frozen):
     """The facts of a failed check that weights and KV pages fit into memory, for its error.
 
-    `safe_bytes`: memory for the KV cache that will be free at the next start, too. `fitting`:
-    the longest context, in tokens, that fits into it.
+    `safe_bytes`: memory for the KV cache that should be free again at the next start. `fitting`:
+    the longest context, in tokens, whose KV pages fit into `safe_bytes`.
     """
 
     name: str

@@ -55,10 +55,10 @@ class MachineLimits:
     def above(
         self, *, bytes_per_s: float, flops_per_s: float, may_measure: bool
     ) -> Hardware | None:
-        """Return machine limits that are not below the speeds that the engine achieved.
+        """Return machine limits that are at least the speeds that the engine achieved.
 
-        If the engine was faster than the limits, the limits are raised. `may_measure`: whether the
-        machine is idle, so that it can be measured again first.
+        If the engine was faster than the limits, the limits are raised. `may_measure`: the machine
+        is idle, and can be measured again first.
         """
         hardware = self.hardware()
         if hardware is None:
@@ -90,12 +90,12 @@ def machine(
     """Measure this machine's memory bandwidth and peak FLOP/s, or read them from the cache.
 
     The result is for kernels of instruction-set level `level` on `num_threads` threads. Threads
-    beyond the usable cores add no speed, and would slow the measurement down: they are left out.
+    beyond the usable cores are not measured, since they would only slow the measurement down.
 
     `stream_bytes` is the number of bytes that each step reads, which is the size of the weights:
     models that fit into the last-level cache have a higher bandwidth. A measurement takes less than
     a second; it is made the first time and with `remeasure`. A busy machine measures too low, never
-    too high, so the cache folder keeps the best of all measurements, which is returned.
+    too high, so the best of all measurements is cached and returned.
     """
     num_threads = min(num_threads, max_busy_threads())
     key = f"{_VERSION}|{processor_name()}|{level}|{num_threads}|{stream_bytes.bit_length()}"

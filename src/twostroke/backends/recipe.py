@@ -71,7 +71,7 @@ class EngineRecipe(Frozen):
         return cls(model, options, loaded, program, mesh_for(options, program))
 
     def with_options(self, options: EngineOptions) -> Self:
-        """Return the same recipe with other options, which may divide the model otherwise.
+        """Return this recipe with other options, which may also change the division over ranks.
 
         Raises:
             UsageError: the model cannot be divided over the requested number of ranks.
@@ -79,7 +79,7 @@ class EngineRecipe(Frozen):
         return replace(self, options=options, mesh=mesh_for(options, self.program))
 
     def with_compute(self, compute: ComputeOptions) -> Self:
-        """Return the same recipe with other compute options."""
+        """Return this recipe with other compute options."""
         return self.with_options(replace(self.options, compute=compute))
 
     def without_tokenizer(self) -> Self:
@@ -116,7 +116,9 @@ class EngineRecipe(Frozen):
     def size_kv_cache(
         self, available_bytes: int | None = None, *, max_rows: int | None = None
     ) -> CacheSize:
-        """Return the KV cache size for an engine in one process, or for the reference's ranks.
+        """Return the KV cache size for an engine in one process.
+
+        The reference backend's ranks are one process, too.
 
         Args:
             available_bytes: memory for weights and KV pages; None for all that is free now.

@@ -33,11 +33,11 @@ class RowSpan(Frozen):
     """Consecutive rows of a step that belong to one sequence, and the sequence's KV pages.
 
     `rows`: the rows of the step. `start`: the position of the first row. `pages`: the pages of the
-    sequence. `above`: for a branch of draft tokens, the step's earlier rows that the branch
-    continues, at the positions just before `start`; their keys and values are also stored in
-    `pages`. `copies`: (target, source) pages to copy before the step. `read_state`: as in `Slice`.
-    `write_states`: slots for the recurrent states after the span's last rows, one for each of these
-    rows: the last row, or the rows of drafts and the row before them.
+    sequence. `copies`: (target, source) pages to copy before the step. `read_state`: as in `Slice`.
+    `above`: for a branch of draft tokens, earlier rows of the step that precede the branch, at the
+    positions just before `start`; their keys and values are stored in `pages`, too. `write_states`:
+    the slots into which the recurrent states after the span's last rows are written, one slot for
+    each row. These rows are the last row alone, or the rows of drafts and the row before them.
     """
 
     rows: slice
@@ -50,7 +50,7 @@ class RowSpan(Frozen):
 
     @property
     def end(self) -> int:
-        """Return the position in the sequence after the span's last row."""
+        """Return the position after the span's last row, in the sequence."""
         return self.start + int(self.rows.stop - self.rows.start)
 
     @property
@@ -80,7 +80,7 @@ def flatten(slices: tuple[Slice, ...]) -> Rows:
 
 
 def unpack(frame: StepFrame) -> Rows:
-    """Return a step that rank 0 sent as arrays, in the form that `flatten` returns."""
+    """Return a step that rank 0 sent (a `StepFrame`), in the form that `flatten` returns."""
     spans: list[RowSpan] = []
     stored = frame.stores.astype(np.int64)
     copies = tuple((target, source) for source, target in frame.copies.tolist())
@@ -113,7 +113,7 @@ def unpack(frame: StepFrame) -> Rows:
 
 
 def _spans(slice_: Slice, first: int) -> Iterator[RowSpan]:
-    """Yield the row spans of a slice: the main sequence, then each branch of its draft tree.
+    """Yield the row spans of a slice: of the main sequence, then of each branch of drafts.
 
     `first`: the step's row at which the slice begins.
     """
@@ -157,9 +157,9 @@ def pooled_rows(slices: Sequence[Slice]) -> list[slice]:
 class PageMap:
     """Maps layers and token positions to rows and columns of one matrix that has all KV pages.
 
-    The matrix has a row (slot) for each token that this rank stores, and `width` columns, which the
-    layers of a cache group divide. A page is `page_slots` consecutive slots: `page_size`, or fewer
-    if ranks divide the tokens of a page.
+    The matrix has a row (slot) for each token that this rank stores. Its `width` columns are
+    divided among the layers of a cache group. A page is `page_slots` consecutive slots:
+    `page_size`, or fewer if ranks divide the tokens of a page.
     """
 
     def __init__(self, program: Program, page_size: int) -> None:

@@ -27,7 +27,7 @@ _MAX_TABLE_BYTES: Final = 1 << 31
 
 
 class FrameError(BackendError):
-    """A step from rank 0 has numbers out of bounds, so this rank cannot compute it."""
+    """A step from rank 0 has numbers that are out of bounds, so this rank cannot compute it."""
 
 
 class FrameLostError(FrameError):
@@ -54,15 +54,17 @@ class FrameLimits(Frozen):
 class StepFrame(Frozen):
     """A step that rank 0 sends to the other ranks: flat int32 arrays, and `external` in float32.
 
-    - `slices`: (row, number of rows, position, table); they cover the rows in order.
-    - `num_generated`: the first rows, which are computed as generated rows, not prompt rows.
-    - `stores`: (row, table); the row's keys and values are also stored in this table's pages.
+    - `slices`: (first row, number of rows, first position, page table) each; they cover the rows in
+      order.
+    - `num_generated`: how many of the first rows are computed as generated rows; the rest are
+      computed as prompt rows.
+    - `stores`: (row, page table); the row's keys and values are also stored in this table's pages.
     - `copies`: (source page, target page), done before the step.
     - `page_tables`: belongs to the reader, and changes with the next frame.
-    - `states`: for models with recurrent states, (slot before the first row, or `NO_STATE`; slot
-      after the last row) of each slice.
-    - `row_states`: in such models, if the step has drafts: the slot after each row, or `NO_STATE`;
-      the last row of a slice has a slot.
+    - `states`: for models with recurrent states, (slot of the state before the first row, or
+      `NO_STATE`; slot for the state after the last row) of each slice.
+    - `row_states`: in such models, if the step has drafts: the slot for the state after each row,
+      or `NO_STATE`. The last row of a slice always has a slot.
     """
 
     tokens: Ints  # (rows)
@@ -184,7 +186,7 @@ class FrameReader:
         """Raise FrameError if a step's numbers are out of bounds or out of order.
 
         Most steps differ from the previous step only in tokens and positions. Such a step is
-        checked quickly, against the bounds of the previous step.
+        checked quickly, with the bounds that the previous check computed.
         """
         previous = self._checked
         if previous is not None and previous.head == head and previous.body.size == body.size:
@@ -279,7 +281,7 @@ class _CheckedFrame(Frozen, eq=False):
 
     @classmethod
     def of(cls, frame: StepFrame, body: Ints, head: tuple[int, ...], limits: FrameLimits) -> Self:
-        """Return a step with the bounds of its numbers; the step itself is not checked here."""
+        """Return a step with the bounds of its numbers; this method does not check the step."""
         num_rows, num_tables = len(frame.tokens), len(frame.page_tables)
         num_positions = limits.table_stride * limits.page_size
         ends = np.tile([num_rows, num_rows + 1, 0, num_tables], (len(frame.slices), 1))

@@ -126,8 +126,8 @@ def check_template(template: str) -> None:
 def template_source(template: str, tokenizer: Tokenizer) -> str:
     """Return the Jinja source of a chat template that is given by name or as source.
 
-    A source is returned unchanged. The source of a built-in template also writes the tokens with
-    which the tokenizer begins every text, such as the begin-of-sequence token.
+    A source is returned unchanged. The source of a built-in template also writes the tokens that
+    the tokenizer puts before every text, such as the begin-of-sequence token.
     """
     check_template(template)
     if template not in BUILT_IN:
