@@ -34,11 +34,12 @@ _CERTAIN_DEVIATIONS: Final = 3.0  # standard deviations of the mean
 
 
 class SearchEffort(Frozen):
-    """How thoroughly bits are searched for a model that 8 bits everywhere do not fit.
+    """How thoroughly activation bits are searched, if 8 bits for all products have too much error.
 
     Attributes:
-        num_kind_tokens: tokens of the choosing text on which errors of parts are measured.
-        num_splits: how often the part with the largest error is split by layers.
+        num_kind_tokens: tokens of the choosing text on which the errors of product groups are
+            measured.
+        num_splits: how often the group with the largest error is split by layers.
         num_trials: how many choices are measured before the model keeps 15 bits.
     """
 
@@ -85,13 +86,19 @@ def choose(
 ) -> ActivationBits:
     """Choose the cheapest activation bits of a model's products whose error is within the limit.
 
-    8 bits for all products are tried first; only if their error is too large, the errors of parts
-    of the model are measured.
+    8 bits for all products are tried first; only if their error is too large, the errors of groups
+    of products are measured.
 
-    The error is the mean KL divergence from the logits with 15 bits. `bits` maps names of matrices
-    to bits; a missing name means 15. `score(bits, num_tokens)` returns the logits (rows,
-    vocab_size) of the first tokens of the choosing text, of all if `num_tokens` is None.
-    `check(bits)` returns the mean KL on the checking text.
+    The error is the mean KL divergence from the logits with 15 bits.
+
+    Args:
+        products: the products whose bits may be chosen.
+        score: `score(bits, num_tokens)` returns the logits (rows, vocab_size) of the first tokens
+            of the choosing text; of all its tokens if `num_tokens` is None. `bits` maps names of
+            matrices to bits; a missing name means 15.
+        check: `check(bits)` returns the mean KL divergence on the checking text.
+        model_id: identifies the model in the result.
+        effort: how thoroughly to search.
     """
     expected = ExpectedLogits(score({}, None))
 
@@ -131,7 +138,7 @@ def _measure_groups(
 
 
 class ExpectedLogits:
-    """The logits of the model with full precision, with which other logits are compared."""
+    """The logits of the model with full precision, against which other logits are compared."""
 
     def __init__(self, logits: Array) -> None:
         """Set the logits (rows, vocab_size) of the model with full precision."""
@@ -149,15 +156,15 @@ class ExpectedLogits:
     def divergence(self, logits: Array) -> float:
         """Return the mean KL divergence of `logits` from the expected logits over rows.
 
-        Infinite if it is not a number.
+        Infinite if the mean is NaN.
         """
         return mean_of(self.divergences(logits))
 
     def divergences(self, logits: Array) -> NDArray[np.float64]:
         """Return the KL divergence of each row of `logits` from the expected logits.
 
-        With d = other - expected, this is log(sum p e^d) - sum p d, where d is small and few digits
-        of float32 are lost.
+        With d = logits - expected logits and p = softmax(expected logits), this is log(sum p e^d) -
+        sum p d. In this form, few digits of float32 are lost where d is small.
         """
         divergences = np.empty(len(logits))
         for chunk in _chunks(logits):
@@ -173,13 +180,13 @@ class ExpectedLogits:
 
 
 def mean_of(divergences: NDArray[np.float64]) -> float:
-    """Return the mean of the KL divergences of rows; infinite if it is not a number."""
+    """Return the mean of the KL divergences of rows; infinite if it is NaN."""
     mean = max(float(divergences.mean()), 0.0)
     return mean if np.isfinite(mean) else np.inf
 
 
 def is_certain(divergences: NDArray[np.float64]) -> bool:
-    """Whether more rows would hardly change on which side of the limit the mean error is.
+    """Whether more rows would hardly change if the mean error is above or below the limit.
 
     The limit must be three standard deviations of the mean away, and there must be enough rows to
     know this deviation. The result depends on the errors only, so that it is the same on each

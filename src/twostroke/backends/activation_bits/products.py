@@ -23,10 +23,10 @@ _LOGITS_SHARE: Final = 0.5  # prompts need the logits of one row only
 
 
 class Product(Frozen):
-    """Matrix products that read the same value, and so use the same number of activation bits.
+    """Matrix products that read the same value, and therefore have the same activation bits.
 
     `kind`: a name that the corresponding products of all layers share. `costs`: the cost of the
-    products by number of bits, for the numbers that make a difference.
+    products, by number of bits; only for numbers of bits whose costs differ.
     """
 
     kind: str
@@ -38,8 +38,8 @@ class Product(Frozen):
 def products_of(program: Program, tensors: Mapping[str, QuantTensor]) -> list[Product]:
     """Return a Program's products whose number of activation bits may be chosen, in order.
 
-    Products with float weights are left out. So are, in models with routers, all products whose
-    results routers read, because these stay precise.
+    Products with float weights are left out. In models with routers, products whose results reach a
+    router are left out, too, because they stay precise.
     """
     has_routers = any(isinstance(op, ops.MixtureOfExperts) for op in program.ops)
     groups: dict[tuple[type[Op], str], list[Op]] = {}

@@ -71,9 +71,9 @@ def resolve_activation_bits(
 ) -> ComputeOptions:
     """Replace "auto" activation bits in compute options by the choice for the model.
 
-    The choice comes from the package or the cache folder; else it is measured now and cached, and
-    `notify` gets a line before and after. Before measuring, `check` is called with a backend that
-    computes with 15 bits; its errors are passed on.
+    The choice comes from the package or the cache folder. If neither has one, it is measured now
+    and cached, and `notify` gets a line before and after. Before measuring, `check` is called with
+    a backend that computes with 15 bits; its errors are passed on.
 
     Raises:
         BackendError, MemoryLimitError: the model cannot be run here.
@@ -163,7 +163,11 @@ class _CheckingText:
     def __init__(
         self, backend: CpuBackend, chunks: Sequence[Sequence[int]], *, stops_early: bool
     ) -> None:
-        """Set the chunks of the text; with `stops_early`, only as many are used as are needed."""
+        """Set the chunks of the text.
+
+        With `stops_early`, chunks are used only until the error is clearly above or below the
+        limit.
+        """
         self._backend, self._chunks, self._stops_early = backend, chunks, stops_early
         self._expected: dict[int, ExpectedLogits] = {}  # by the number of the chunk
 
@@ -179,7 +183,7 @@ class _CheckingText:
         return mean_of(errors)
 
     def _expected_logits(self, number: int) -> ExpectedLogits:
-        """Return the logits of a chunk with 15 bits. The first chunks' logits are kept."""
+        """Return the logits of chunk `number` with 15 bits; the first chunks' logits are cached."""
         if number in self._expected:
             return self._expected[number]
         expected = ExpectedLogits(self._backend.score_with({}, self._chunks[number]))
@@ -189,7 +193,7 @@ class _CheckingText:
 
 
 def _shipped(model_id: str) -> ActivationBits | None:
-    """Return the activation bits that the package ships for a model, or None."""
+    """Return the activation bits that the package contains for a model; None if it has none."""
     file = resources.files("twostroke.backends.activation_bits").joinpath("shipped.json")
     choices = msgspec.json.decode(file.read_bytes(), type=list[ActivationBits])
     current = (choice for choice in choices if choice.version == METHOD)

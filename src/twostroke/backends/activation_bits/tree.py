@@ -22,7 +22,7 @@ _MIN_ERROR_RATIO: Final = 0.02
 
 
 class ProductGroup(Frozen):
-    """Matrix products with the same number of activation bits, and each number's error."""
+    """Matrix products that get the same number of activation bits, and the error of each number."""
 
     products: tuple[Product, ...]
     errors: dict[int, float]
@@ -82,7 +82,7 @@ def split_groups(
 
 
 def cheapest(groups: Sequence[ProductGroup], budget: float) -> dict[str, int]:
-    """Return the cheapest activation bits of each matrix whose errors sum to at most `budget`.
+    """Return the cheapest activation bits, by matrix, whose errors sum to at most `budget`.
 
     Matrices with 15 bits are left out.
     """
@@ -97,7 +97,7 @@ def cheapest(groups: Sequence[ProductGroup], budget: float) -> dict[str, int]:
 
 
 def bits_of(products: Iterable[Product], bits: int) -> dict[str, int]:
-    """Return a choice of activation bits: `bits` for each matrix of products that support it."""
+    """Return a choice of activation bits: `bits` for each matrix that supports this number."""
     return {
         name: bits for product in products if bits in product.costs for name in product.matrices
     }
