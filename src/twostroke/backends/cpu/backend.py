@@ -78,17 +78,17 @@ class CpuBackend:
             num_states: slots for recurrent states.
             level: the instruction-set level; None: the best that runs here.
             kv_format: a name in `model.program.kv_layout.FORMATS`.
-            activation_bits: one of `core.options.ACTIVATION_BITS`, or a choice for this model.
+            activation_bits: a value of `core.options.ACTIVATION_BITS`, or the bits of each product.
             release: called with tensors that are not read again.
             progress: called with the bytes of weights packed so far, and of all weights.
-            share_threads_with: a backend whose threads this one uses, because two sets of threads
-                would spin against each other. This backend must be closed first.
-            tapped_value: the value of the Program that steps return for the rows that draw.
+            share_threads_with: a backend whose threads this backend uses, because two sets of
+                threads would spin against each other. This backend must be closed first.
+            tapped_value: the value of the Program that steps return for the rows that draw tokens.
             embeds: steps return the normed last hidden states of slices that ask for them;
                 `tapped_value` can then only be the last hidden state.
-            weight_shard: this backend is one rank of several; it holds and computes its part of
-                the model. Ranks other than 0 only `follow`.
-            packed_store: keeps the packed weights for later starts; None: they are not kept.
+            weight_shard: this backend is one rank of several; it holds and computes its part of the
+                model. On ranks other than 0, steps run only by `follow`.
+            packed_store: stores the packed weights for later starts; None: they are not stored.
 
         Raises:
             BackendError: the level cannot be used, or the Program cannot be run.
@@ -299,7 +299,7 @@ class CpuBackend:
         )
 
     def _tapped(self, value: str | None) -> str | None:
-        """Return the Program's value that steps also return: `value`, or the one to embed."""
+        """Return the name of the value that steps return: `value`, or the states to embed."""
         tapped = self._norm.args[0].x if self._norm else value
         assert value in (None, tapped), "a step can return one value"
         return tapped

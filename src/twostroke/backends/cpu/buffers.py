@@ -34,13 +34,13 @@ class Buffer(Frozen):
 class RowMemory:
     """Memory for a step's intermediate values: a matrix with a row for each row of the step.
 
-    It is used for other values when its values have been read. `num_rows`: a fixed number of rows;
-    0: the rows of the step. `num_values`: the values that the memory holds at the moment.
+    When all of its values have been read, other values reuse it. `num_rows`: a fixed number of
+    rows; 0: the rows of the step. `num_values`: how many values the memory holds at the moment.
 
-    Ranks may share the memory of gathered values. `gathers` are the gathers whose outputs it holds,
-    one after another. Barriers of the team divide a step into numbered intervals: `writes` are the
-    intervals in which this rank writes the memory, `reads` the intervals in which it reads values
-    that other ranks wrote, `uses` both.
+    Ranks may share the memory of gathered values. `gathers` are the gathers whose outputs are
+    stored in it, one after another. Barriers of the team divide a step into numbered intervals.
+    This rank writes the memory in the intervals `writes`, and reads values of other ranks in the
+    intervals `reads`. `uses` are the intervals of both.
     """
 
     width: int
@@ -57,9 +57,9 @@ class RowMemory:
         return self.gathers[0].team
 
     def join(self, others: Iterable[RowMemory]) -> RowMemory:
-        """Merge the descriptions of one shared memory by several ranks.
+        """Merge the descriptions that several ranks have of one shared memory.
 
-        The result has the gathers and the intervals of all of them.
+        The result has all gathers and all intervals.
         """
         joined = RowMemory(
             self.width,
@@ -81,9 +81,9 @@ class RowMemory:
 class Buffers:
     """Assigns a step's intermediate values to buffers, which are reused after a value's last read.
 
-    A buffer is only reused for values of the same width, so that rows stay dense. `gather_of` has
-    the gather of each value that is a part of a gathered value: such a part is written directly to
-    its columns of the gathered value.
+    A buffer is only reused for values of the same width, so that rows stay dense. `gather_of` maps
+    a value that is this rank's part of a gathered value to the gather: such a part is written
+    directly to its columns of the gathered value.
     """
 
     reads_left: Counter[str]
@@ -119,9 +119,10 @@ class Buffers:
         return self._assign(name, Buffer(source.memory, column, width, is_part))
 
     def take_over(self, name: str, earlier: str) -> bool:
-        """Let a new value overwrite an earlier value in the same buffer; return whether it may.
+        """Let a new value overwrite an earlier value in the same buffer, if possible.
 
-        It may not if the memory holds other values, or if other ranks may still read the buffer.
+        Returns False if it is not: if the memory holds other values, or if other ranks may still
+        read the buffer.
         """
         buffer = self.all[self.buffer_of_value[earlier]]
         memory = self.memories[buffer.memory]
@@ -152,7 +153,7 @@ class Buffers:
         return self._assign(gather.output, Buffer(memory, 0, gather.width)), is_there
 
     def note(self, record: OpRecord, gather: AllGather | None = None) -> None:
-        """Record which shared memories an operation reads and writes in the present interval.
+        """Record which shared memories an operation reads and writes in the current interval.
 
         `gather`: the gather that the operation computes, whose barrier starts the next interval.
         """

@@ -40,9 +40,9 @@ def fuse(program: Program, kept_values: Collection[str] = ()) -> list[tuple[Op, 
 
 
 def _with_columns_first(operations: tuple[Op, ...]) -> tuple[Op, ...]:
-    """Move each TakeColumns before the operation whose output is added to the taken columns.
+    """Move each TakeColumns to just before the operation whose output is added to its result.
 
-    The operation and the Add are then neighbours, and can be fused.
+    That operation and the Add are then neighbours, and can be fused.
     """
     operations_in_order = list(operations)
     for i in range(1, len(operations_in_order) - 1):

@@ -1,6 +1,6 @@
-"""Balances keys before they are quantized: subtracts means and scales channels.
+"""Balances keys before they are quantized: subtracts their means and scales their channels.
 
-The means and factors come from the weights of the model alone, without sample text.
+The means and factors are computed from the model's weights alone, without sample text.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ def balances(
 
     A layer's balance is (3, width of keys): means of keys, factors of keys, factors of queries.
 
-    For "int8": keys lose their mean, unless the layer has a soft cap or sinks, to which scores are
-    compared. The mean of a key is the mean of its rotated bias over positions. Each pair of
-    channels of keys is then multiplied by sqrt(size of queries / size of keys), rounded to a power
-    of two, and queries are divided by it; both stay exact. Quantized keys have the same error in
-    all channels, which harms scores least if
-    queries and keys have the same size.
+    For "int8": the mean is subtracted from keys, unless the layer has a soft cap or sinks, with
+    which that would change the output. The mean of a key is the mean over positions of its rotated
+    bias. Each pair of channels of keys is then multiplied by sqrt(size of queries / size of keys),
+    rounded to a power of two, and the same channels of queries are divided by it; both are exact.
+    Quantized keys have the same error in all channels, which harms scores least if queries and keys
+    have the same size.
 
-    For "int16": only layers with a bias have a balance, whose means AMX subtracts from keys before
-    they become bfloat16, and layers with latent attention (`_balance_of_latents`).
+    For "int16", only two kinds of layers have a balance: layers with a bias, whose means AMX
+    subtracts from keys before they become bfloat16, and layers with latent attention
+    (`_balance_of_latents`).
 
     `tensors` are the undivided weights, also if `program` is a rank's part.
     """
@@ -83,13 +84,13 @@ def balances(
 def _balance_of_latents(
     origin: QkProjections, latents: Projection, tensors: Mapping[str, QuantTensor], kv_format: str
 ) -> Array:
-    """Return the key balance of a layer with latent attention (MLA), in the form of `balances`.
+    """Return the key balance of a layer with latent attention (MLA), as `balances` does.
 
     Rotated keys and latent vectors are quantized with a common scale, so the rotated keys are
     scaled to about the size of the latent vectors. Latent vectors keep their size, because they are
-    also values. With int16 the two kinds of queries have a common scale as well. If both contribute
-    equally to scores, their sizes differ by the square root of the ratio of their widths; half of
-    that factor is then given to the keys.
+    also values. With int16 the rotated and the latent part of queries have a common scale as well.
+    If both parts contribute equally to scores, their sizes differ by the square root of the ratio
+    of their widths; half of that factor is then given to the keys.
     """
     rotated, others = _mean_squares(origin.keys, tensors), _mean_squares(latents, tensors)
     ratio = max(others.max(), _MIN_SQUARE) / max(rotated.max(), _MIN_SQUARE)
@@ -103,8 +104,8 @@ def _balance_of_latents(
 def _mean_squares(projection: Projection, tensors: Mapping[str, QuantTensor]) -> Doubles:
     """Return the mean square of each channel of queries or keys, predicted from the weights.
 
-    The input of the projection is assumed to be normed. If queries or keys have a norm of heads,
-    the norm's weight tells their size, and the result is for one head.
+    The input of the projection is assumed to be normed. If queries or keys are normalized by head,
+    the norm's weight determines their size, and the result is for one head.
     """
     weight = tensors[projection.weight].dequantize()
     if weight.ndim == 1:

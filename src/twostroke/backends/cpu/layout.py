@@ -38,7 +38,7 @@ class RankChannel(Frozen):
     width: int
 
     def key(self, rank: int) -> ChannelKey:
-        """Return (sender, receiver, number), which both ranks of the channel agree on.
+        """Return (sender, receiver, number), which is equal on both ranks of the channel.
 
         `rank`: the rank that has this object.
         """
@@ -46,9 +46,9 @@ class RankChannel(Frozen):
 
 
 class SharedSlot(Frozen):
-    """Rows of the ranks' shared memory, reused by several gathered values of one width.
+    """Rows of the ranks' shared memory, reused by several gathered values of the same width.
 
-    `num_rows` is 0 for as many rows as the step has.
+    `num_rows` 0 means as many rows as the step has.
     """
 
     width: int
@@ -58,7 +58,8 @@ class SharedSlot(Frozen):
 class SharedPreparation(Frozen):
     """Matrix products whose input rows the ranks of a team quantize together, in shared memory.
 
-    `products`: the names of the weights of each product. `width`: the largest width of the rows.
+    Each item of `products` has the names of the weights that multiply the same input. `width`: the
+    largest width of the rows.
     """
 
     products: frozenset[tuple[str, ...]]
@@ -66,11 +67,11 @@ class SharedPreparation(Frozen):
 
 
 class SharedOffsets(Frozen):
-    """Byte offsets of the parts of the ranks' shared memory.
+    """The byte offsets at which the parts of the ranks' shared memory begin.
 
-    `slots` and `channels` have an offset for each slot and channel. `prepared` (prepared rows) and
-    `tiles` (of attention) have an offset for each team, and the size of one of its two buffers.
-    `end` is the size of the shared memory.
+    `slots` and `channels` have an offset for each slot and channel. `prepared` (quantized input
+    rows) and `tiles` (of attention) have, for each team, an offset and the size of each of two
+    buffers. `end` is the size of the shared memory.
     """
 
     slots: list[int]
@@ -83,7 +84,7 @@ class SharedOffsets(Frozen):
 class SharedLayout(Frozen):
     """The layout of the ranks' shared memory: slots for gathered values, barriers, channels.
 
-    `slot_of`, `barriers` and `channels` have the index of each gathered value, team and channel.
+    `slot_of`, `barriers` and `channels` map each gathered value, team and channel to its index.
     """
 
     slots: tuple[SharedSlot, ...]

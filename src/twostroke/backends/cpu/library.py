@@ -99,7 +99,8 @@ class LevelChoice(Frozen):
 def choose_level(requested: str | None) -> LevelChoice:
     """Return the instruction-set level of the kernels to use on this machine.
 
-    The requested level, else the environment variable's, else the best that runs here.
+    It is the requested level, else the level in the environment variable, else the best that runs
+    here.
 
     Raises:
         UsageError: the level does not exist.
@@ -136,7 +137,7 @@ def usual_kv_format(level: str) -> str:
 
 
 def level_reports() -> dict[str, str]:
-    """Return a text for each instruction-set level: that it runs here, or why it does not."""
+    """Return, for each instruction-set level, a text that it runs here, or why it does not."""
     return {name: _obstacle(name) or f"runs (needs {need})" for name, (_, need) in _LEVELS.items()}
 
 

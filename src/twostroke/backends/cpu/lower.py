@@ -59,9 +59,9 @@ def lower(
     """Lower a Program to the records that the native executor runs.
 
     `taps`: names of intermediate values that each step also returns. `activation_bits`: bits of the
-    inputs of products with quantized weights, for all products or by name of the matrix; inputs of
+    inputs of products with quantized weights, for all products or by name of the matrix. Inputs of
     products whose results reach routers stay precise. `has_routers`: whether the undivided Program
-    has routers, if `program` is a rank's part.
+    has routers; needed if `program` is a rank's part.
 
     Raises:
         BackendError: a shape that the kernels cannot run.
@@ -239,7 +239,7 @@ class _CpuLowering:
     ) -> None:
         """Append a native record that writes one value: the output of the last operation of `run`.
 
-        A sum at the end of a run is written to the buffer of the earlier value.
+        If `run` ends with an Add, its output overwrites the earlier value in its buffer.
         """
         last = run[-1]
         if len(run) > 1 and isinstance(last, ops.Add):
@@ -292,9 +292,9 @@ class _CpuLowering:
         )
 
     def _linears(self, run: tuple[Op, ...]) -> None:
-        """Append a record of matrix products of one input.
+        """Append a record of matrix products that read the same input.
 
-        It also computes the norm of heads, the rotation and the KV store that follow a product.
+        The record also includes head norms, rotations and KV stores that follow a product.
         """
         parts: list[Op] = []
         outputs: list[OutputRecord] = []
@@ -329,7 +329,8 @@ class _CpuLowering:
     def _absorb(self, op: ops.RMSNorm | ops.Rope, parts: list[Op]) -> tuple[str, Op | None]:
         """Include a norm or rotation in the record of the matrix product before it.
 
-        Returns the name of its output, and the output's only reader, or None.
+        Returns the name of its output, and the operation that reads this output if only one does,
+        else None.
         """
         self._absorbed.add(op.output)
         parts.append(op)
@@ -363,7 +364,7 @@ class _CpuLowering:
     def _head_products(self, op: ops.HeadLinear) -> None:
         """Append a record of products with one matrix for each head.
 
-        Their indices are consecutive.
+        The heads' matrices get consecutive indices in the table of weights.
         """
         first = len(self._matrices)
         indices = [_index_in(self._matrices, name) for name in op.matrices]
@@ -371,7 +372,7 @@ class _CpuLowering:
         self._emit(OpKind.HEAD_PRODUCTS, op, weight=op.matrices[0], **fields_of_heads(op))
 
     def _join(self, op: ops.Join) -> None:
-        """Append a record that joins two values head by head, and rotates the result for RoPE."""
+        """Append a record that concatenates two values head by head, and rotates the result."""
         reader, rope = self._only_reader(op.output), NONE
         run: tuple[Op, ...] = (op,)
         if isinstance(reader, ops.Rope):
@@ -419,9 +420,9 @@ class _CpuLowering:
             self._buffers.done(op.inputs)
 
     def _gather_of_part(self, op: Op) -> ops.AllGather | None:
-        """Return the gather to which the output of `op` is this rank's part; None if there is none.
+        """Return the gather that reads the output of `op` as this rank's part; None without it.
 
-        Gathers of divided rows are left out.
+        Gathers of divided rows are not returned.
         """
         for reader in self._readers.get(op.output, []):
             if isinstance(reader, ops.AllGather) and not isinstance(reader.parts, RowParts):

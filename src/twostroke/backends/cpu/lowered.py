@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class Vector(Frozen):
-    """A weight such as a norm or bias, as a row of float32 numbers with `offset` added.
+    """A weight such as a norm or bias, as a row of float32 numbers to which `offset` is added.
 
-    `name` None stands for `width` zeros. `is_transposed`: the weight is a matrix, whose columns
-    follow one after another.
+    A `name` of None stands for `width` zeros. `is_transposed`: the weight is a matrix whose columns
+    are stored one after another.
     """
 
     name: str | None
@@ -51,8 +51,8 @@ class CpuLowered(Frozen):
 
     `records` refer to weights, vectors, ropes, experts, buffers, teams, cuts and channels by their
     index in the tuples below. `parts[i]` are the Program's operations that record i computes; each
-    operation is in exactly one part. A team is (its ranks, this rank's index among them). This rank
-    computes part `rows[0]` of `rows[1]` of a step's rows.
+    operation is in exactly one part. An entry of `teams` is (the team's ranks, this rank's index
+    among them). This rank computes part `rows[0]` of the `rows[1]` parts of a step's rows.
     """
 
     records: tuple[OpRecord, ...]

@@ -60,13 +60,13 @@ _madvise = _function(
 
 
 class _CacheRange(ctypes.Structure):
-    """The range of a file, `struct cachestat_range` of Linux."""
+    """A range of a file, for the system call `cachestat`: Linux's `struct cachestat_range`."""
 
     _fields_ = (("offset", ctypes.c_uint64), ("length", ctypes.c_uint64))
 
 
 class _CacheStatistics(ctypes.Structure):
-    """How many pages of a range are in memory, `struct cachestat` of Linux."""
+    """How many pages of a file's range are in memory: Linux's `struct cachestat`."""
 
     _fields_ = (
         ("num_cached", ctypes.c_uint64),
@@ -110,14 +110,14 @@ def map_file(path: Path, num_bytes: int) -> Mapping:
 class Mapping:
     """The bytes of a mapped file, from `address` on.
 
-    `status` is the file's status from before it was mapped. `is_in_memory`: whether all of the
-    file was in memory then; False if the system does not tell.
+    `status` is the file's status from before it was mapped. `is_in_memory`: whether the whole file
+    was in memory at that time; False if the system does not tell.
     """
 
     def __init__(
         self, address: int, length: int, status: os.stat_result, *, is_in_memory: bool
     ) -> None:
-        """Own `length` bytes of mapped memory, which begins with the bytes of the file."""
+        """Own `length` bytes of mapped memory at `address`, which begin with the file's bytes."""
         self.address, self._num_bytes, self._length = address, status.st_size, length
         self.status, self.is_in_memory = status, is_in_memory
         self._is_open = True
@@ -128,14 +128,18 @@ class Mapping:
         return np.ctypeslib.as_array((ctypes.c_uint8 * self._num_bytes).from_address(self.address))
 
     def populate(self) -> None:
-        """Map all pages of the file now, in this process; it does nothing if Linux is too old.
+        """Map all pages of the file into this process's page table now.
 
-        Otherwise each page is mapped when it is accessed for the first time.
+        Otherwise each page is mapped when it is accessed for the first time. Does nothing if Linux
+        is too old.
         """
         _madvise(address=self.address, length=self._length, advice=_MADV_POPULATE_READ)
 
     def has_huge_pages(self) -> bool:
-        """Whether most of the file is mapped in huge pages; its pages must be in memory."""
+        """Whether most of the file is mapped in huge pages.
+
+        Only pages that are mapped already count: call `populate` first.
+        """
         try:
             mappings = _SMAPS.read_bytes()
         except OSError:
@@ -150,8 +154,8 @@ class Mapping:
     def move_to(self, address: int, num_bytes: int) -> None:
         """Move the first `num_bytes` bytes to `address`, in place of the memory that is there.
 
-        The last page is moved as a whole. The rest of the file is unmapped: behind the memory at
-        `address`, other memory of the process may lie.
+        The last page is moved completely. The rest of the file is unmapped, because the memory
+        after the moved bytes may belong to other data of the process.
 
         Raises:
             OSError: the operating system refuses it; nothing has changed.
@@ -202,7 +206,9 @@ def _is_in_memory(descriptor: int, num_bytes: int) -> bool:
 
 
 def _map(address: int | None, length: int, protection: int, descriptor: int) -> int:
-    """Map memory without access, or a file if `descriptor` is not -1, at a fixed `address` or any.
+    """Map memory without access rights, or a file, at a fixed address or at any address.
+
+    `descriptor`: the file; -1: no file. `address` None: any address.
 
     Raises:
         OSError: the operating system refuses it.

@@ -1,9 +1,10 @@
-"""Packed weights that are kept in files, so that later starts map them instead of packing again.
+"""Stores packed weights in files, so that later starts map them instead of packing again.
 
-A file has the packed matrices of one model, or of one rank's part of it, then a sum of each block,
-then a trailer that identifies the contents. Files are written in the background after a load, and
-renamed when they are complete. No file is trusted before its sums are checked, once after each
-start of the machine, and whenever a part of the file has to be read from the disk.
+A file has the packed matrices of one model, or of one rank's part of it, then a checksum of each
+block, then a trailer that identifies the contents. Files are written in the background after a
+load, and renamed when they are complete. A file is used only after its checksums were verified.
+This is done once after each boot of the machine, and again whenever a part of the file has to be
+read from the disk.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _logger = logging.getLogger("twostroke.engine")
 
 
 class PackedStore:
-    """A folder of packed weights, at most `max_bytes` of them; the least recently used go first."""
+    """A folder of packed weights of at most `max_bytes`; least recently used files go first."""
 
     def __init__(
         self,
@@ -67,15 +68,15 @@ class PackedStore:
         Args:
             folder: the folder of all models' packed weights.
             source: a text that changes when the model's files change.
-            max_bytes: the most bytes of all files; None for half of the space that is free or
-                already used by them.
-            min_bytes: smaller models are not kept.
+            max_bytes: the most bytes of all files; None for half of the space that is free or used
+                by these files.
+            min_bytes: packed weights that are smaller are not stored.
         """
         self._folder, self._source = folder, source
         self._max_bytes, self._min_bytes = max_bytes, min_bytes
 
     def path_of(self, library_path: Path, descriptions: Iterable[str], identity: str) -> Path:
-        """Return the path of the file with some matrices, packed by a native library.
+        """Return the path of the file for some matrices, packed by a native library.
 
         Args:
             library_path: the library. Another build of it may pack in another way.
@@ -110,10 +111,10 @@ class PackedStore:
         return weights
 
     def write_later(self, path: Path, address: int, num_bytes: int) -> PackedWriter | None:
-        """Start to write packed weights in memory to the file at `path`, in the background.
+        """Start to write packed weights from memory to the file at `path`, in the background.
 
         The weights must stay at `address` until the writer is closed. Returns None if weights of
-        this size are not kept.
+        this size are not stored.
         """
         if not self._keeps(num_bytes):
             return None
@@ -122,7 +123,7 @@ class PackedStore:
     def make_room(self, path: Path, num_bytes: int) -> None:
         """Delete the least recently used files, so that a file of `num_bytes` may be written.
 
-        Parts that processes left behind when they ended are deleted, too.
+        Partly written files of processes that have ended are deleted, too.
 
         Raises:
             TwostrokeError: the limit or the disk is too small for the file.
@@ -152,9 +153,9 @@ class PackedStore:
     def _has_good_sums(self, path: Path, mapping: mapped_file.Mapping, num_bytes: int) -> bool:
         """Whether a mapped file has the contents that were written.
 
-        The weights are not summed again if they were summed since the machine started, the file
-        has not changed since then, and all of it is still in memory. The file's record is touched:
-        its time is the time of the last use.
+        The checksums are not computed again if they were verified since the machine booted, the
+        file has not changed since then, and all of it is still in memory. As a side effect, the
+        time of the file's check record is set to now, the time of the last use.
         """
         file, record = mapping.array(), CheckRecord.of(mapping)
         if not _has_seal(file, num_bytes, path.stem):
@@ -171,10 +172,10 @@ class PackedStore:
         return True
 
     def _keeps(self, num_bytes: int) -> bool:
-        """Whether packed weights of this size are kept here.
+        """Whether packed weights of this size are stored on this machine.
 
-        They are not on several NUMA nodes, where each thread packs the matrices that it will read
-        into the memory of its node: a mapped file would lie on one node.
+        With several NUMA nodes they are not: each thread packs the matrices that it will read into
+        the memory of its node, but all of a mapped file would be on one node.
         """
         return num_bytes >= self._min_bytes and len(memory_nodes()) <= 1
 
@@ -188,13 +189,15 @@ class PackedStore:
 
 
 class CheckRecord(Frozen):
-    """The status of a file when its sums were checked; equal records need no other check.
+    """The status that a file had when its checksums were verified.
+
+    If the file's status still equals its record, the checksums need not be verified again.
 
     Attributes:
-        boot: identifies this run of the operating system. A machine that lost its power may have
+        boot: identifies the boot of the operating system. A machine that lost its power may have
             lost pages that were never written to its disk.
-        device, inode, size, changed_ns: the file's status. Each write to a file, and each change
-            of its name or owner, changes `changed_ns`, which no program can set.
+        device, inode, size, changed_ns: the file's status. Each write to a file, and each change of
+            its name or owner, changes `changed_ns`, which no program can set.
     """
 
     boot: str
@@ -205,7 +208,10 @@ class CheckRecord(Frozen):
 
     @classmethod
     def of(cls, mapping: mapped_file.Mapping) -> Self | None:
-        """Return the record of a mapped file; None if the system does not identify its run."""
+        """Return the record of a mapped file as it is now.
+
+        None if the system does not identify its boot.
+        """
         try:
             boot = _BOOT_ID.read_text("ascii").strip()
         except (OSError, ValueError):
@@ -215,7 +221,7 @@ class CheckRecord(Frozen):
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """Return the record at `path`; None if there is none, or it is damaged."""
+        """Return the record at `path`; None if it is missing or damaged."""
         try:
             return msgspec.convert(read_checked_json(path), cls)
         except (TwostrokeError, msgspec.MsgspecError):
@@ -228,7 +234,7 @@ class CheckRecord(Frozen):
 
 
 class MappedWeights:
-    """The packed weights of a file that is mapped into memory, or of its copy in memory."""
+    """The packed weights of a file that is mapped into memory."""
 
     def __init__(self, mapping: mapped_file.Mapping, num_bytes: int) -> None:
         """Use a mapping whose first `num_bytes` bytes are packed weights."""
@@ -265,8 +271,8 @@ class MappedWeights:
     def move_to(self, address: int) -> None:
         """Move the packed weights to `address`, in place of the memory that is there.
 
-        The rest of the file is unmapped. `close` does nothing afterwards: who frees the memory at
-        `address` frees the mapped weights.
+        The rest of the file is unmapped. `close` does nothing afterwards: the weights are freed
+        together with the memory at `address`.
         """
         self._mapping.move_to(address, self.num_bytes)
 
@@ -278,12 +284,12 @@ class MappedWeights:
 class PackedWriter:
     """Writes packed weights to a file in a thread, then maps the file.
 
-    `take` returns the mapping once it is there, so that the process can use it in place of its own
-    copy of the weights, and share the memory with other processes.
+    `take` returns the mapping once it exists. The process can then use it in place of its own copy
+    of the weights, and shares the memory with other processes.
     """
 
     def __init__(self, store: PackedStore, path: Path, address: int, num_bytes: int) -> None:
-        """Start the thread."""
+        """Start the thread that writes the file."""
         self._store, self._path = store, path
         self._address, self._num_bytes = address, num_bytes
         self._is_cancelled = threading.Event()
@@ -292,12 +298,15 @@ class PackedWriter:
         self._thread.start()
 
     def take(self) -> MappedWeights | None:
-        """Return the mapped file once, if it is complete and has huge pages; else None."""
+        """Return the mapped file, only once; None unless it is complete and has huge pages."""
         mapped, self._mapped = self._mapped, None
         return mapped
 
     def close(self, wait_s: float = MIN_CLOSE_WAIT_S) -> None:
-        """Wait up to `wait_s` seconds for the file, then give it up; the memory is free after."""
+        """Wait up to `wait_s` seconds until the file is complete, then give it up.
+
+        Afterwards the writer does not read the weights any more.
+        """
         self._thread.join(wait_s)
         self._is_cancelled.set()
         self._thread.join()
@@ -341,7 +350,7 @@ class PackedWriter:
                 part.unlink(missing_ok=True)
 
     def _write_contents(self, descriptor: int) -> bool:
-        """Write weights, sums and trailer; return False if the writer is closed meanwhile."""
+        """Write weights, checksums and trailer; return False if the writer was closed meanwhile."""
         weights = _bytes_at(self._address, self._num_bytes)
         for start in range(0, self._num_bytes, _WRITE_BYTES):
             if self._is_cancelled.is_set():
@@ -356,7 +365,7 @@ class PackedWriter:
         return not self._is_cancelled.is_set()
 
     def _map(self) -> None:
-        """Map the file that was written, if weights in it are read as fast as from own memory."""
+        """Map the file that was written, if its weights are read as fast as from other memory."""
         mapped = self._store.open(self._path, self._num_bytes)
         if mapped is not None and mapped.has_huge_pages:
             self._mapped = mapped
@@ -393,13 +402,16 @@ def _file_bytes(num_bytes: int) -> int:
 
 
 def _has_seal(file: NDArray[np.uint8], num_bytes: int, name: str) -> bool:
-    """Whether a file with `num_bytes` of packed weights has the sums that were written, and all."""
+    """Whether a file has a valid trailer: it is complete, and its checksums are unchanged.
+
+    `num_bytes`: the size of its packed weights. `name`: the file's name without suffix.
+    """
     magic, seal = _TRAILER.unpack(file[-_TRAILER.size :].tobytes())
     return bool(magic == _MAGIC and seal == _seal(name, _stored_sums(file, num_bytes)))
 
 
 def _equals_sums(file: NDArray[np.uint8], num_bytes: int) -> bool:
-    """Whether the packed weights in a file have the sums that are stored after them."""
+    """Whether the packed weights in a file match the checksums that are stored after them."""
     return bool(np.array_equal(_block_sums(file[:num_bytes]), _stored_sums(file, num_bytes)))
 
 
@@ -414,7 +426,7 @@ def _seal(name: str, sums: NDArray[np.uint64]) -> bytes:
 def _block_sums(
     values: NDArray[np.uint8], is_cancelled: threading.Event | None = None
 ) -> NDArray[np.uint64]:
-    """Return the sum of each block's 64-bit words, modulo 2^64.
+    """Return the checksum of each block: the sum of its 64-bit words, modulo 2^64.
 
     It finds lost pages and changed bits at the speed of the memory. Once `is_cancelled` is set, the
     sums of further blocks are not computed, and the result must not be used.

@@ -19,10 +19,10 @@ class PageTables:
     """Page tables of all requests for native kernels, an array (rows, groups, pages) of page ids.
 
     The ids of row r and group g start at `address + 4 * (r * num_groups + g) * stride`. Only new
-    pages of a request are copied to its row: the scheduler appends pages, clears entries before a
-    window, or replaces pages and then increments the request's `num_moves`. An entry that lies
-    completely before the window of a slice's first row must not be read: it may be `NO_PAGE`, or a
-    page that now belongs to another request.
+    pages of a request are copied to its row. The scheduler appends pages, and clears entries before
+    a window. If it replaces pages, it increments the request's `num_moves`; then all entries are
+    copied. An entry that is completely before the window of a slice's first row must not be read:
+    it may be `NO_PAGE`, or a page that now belongs to another request.
     """
 
     def __init__(self, num_groups: int, page_size: int, max_pages: int) -> None:
@@ -91,8 +91,8 @@ class PageTables:
     def branch(self, index: int, request_row: int, branch: DraftBranch) -> int:
         """Write the page table of a draft branch: the request's first pages, then the branch's.
 
-        Returns the table's row. `index`: of the branch in the step. `request_row`: the row of the
-        request.
+        Returns the table's row. `index`: the number of the branch in the step. `request_row`: the
+        row of the request.
         """
         if index == len(self._branches):
             self._branches.append(self._take_row())
@@ -146,9 +146,9 @@ class PageTables:
         return self._free.pop()
 
     def _reclaim_row(self) -> int:
-        """Take away a row from a request that is not in the step, else from an old draft branch.
+        """Take a row from a request that is not in the step, else from an old draft branch.
 
-        Returns the row.
+        Returns the index of the row.
         """
         current = set(self._current)
         for request in self._entries:

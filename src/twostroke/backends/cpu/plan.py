@@ -179,9 +179,9 @@ class NativePlan:
         """Compute a token sequence on separate pages, to evaluate the model.
 
         `lowered` is a lowering of the same Program. The rows are computed as prompt rows, or as
-        `generated` rows. Writes `logits` (len(tokens), vocab_size), and the values of `lowered`'s
-        taps to `taps`, (len(tokens), width) each. All ranks must call it; `has_logits`: whether
-        rank 0 needs logits, if this rank has no `logits`.
+        generated rows if `generated`. Writes `logits` (len(tokens), vocab_size), and the values of
+        `lowered`'s taps to `taps`, (len(tokens), width) each. All ranks must call it. On ranks
+        without `logits`, `has_logits` tells whether rank 0 needs logits.
         """
         has_logits = logits is not None if has_logits is None else has_logits
         self._open_plan()
@@ -250,7 +250,10 @@ class NativePlan:
         return self._memory(self._library.ts_plan_states, self._pages.num_states)
 
     def _memory(self, locate: Callable[[int, Any], int | None], count: int) -> MappedPages:
-        """Return access to `count` pages or slots, whose address and bytes `locate` returns."""
+        """Return access to `count` pages or slots in native memory.
+
+        `locate` returns their address, and writes the bytes of each.
+        """
         num_bytes = c_int64()
         address = locate(self._open_plan(), byref(num_bytes))
         memory = memoryview((ctypes.c_ubyte * num_bytes.value).from_address(address or 0))
@@ -290,7 +293,7 @@ def _layer_records(program: Program, balances: Mapping[int, Array]) -> list[Laye
 
 
 def _state_layers(program: Program) -> list[int]:
-    """Return the numbers of each recurrent state, by its layer; 0 for layers of other ranks."""
+    """Return how many numbers each recurrent state has, by state layer; 0 on other ranks."""
     layers = program.state_layers
     values = {number: layer.num_values for number, layer in layers.items()}
     return [values.get(number, 0) for number in range(max(layers, default=-1) + 1)]

@@ -1,4 +1,4 @@
-"""The fields of native records, apart from their values and weights: sizes, teams, precision."""
+"""The fields of native records except values and weights: sizes, teams, precision."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ _PARTS = {
 class Collectives:
     """Tables of a Program's teams of ranks, channels and cuts, which native records refer to.
 
-    Each entry of `teams` is a team with this rank's index in it.
+    Each entry of `teams` is (the team's ranks, this rank's index among them).
     """
 
     teams: dict[tuple[Team, int], int] = field(default_factory=dict)
@@ -156,7 +156,7 @@ class Collectives:
     def fields(self, gather: AllGather | None) -> dict[str, Any]:
         """Return the native record's fields for a gather, or for computing a part of a gather.
 
-        `gather` None: no fields.
+        Empty if `gather` is None.
         """
         if gather is None:
             return {}
@@ -210,8 +210,8 @@ def precision_of(kind: OpKind, run: Sequence[Op], bits: Bits, *, has_routers: bo
 
     Inputs of products whose results reach routers stay precise, because the smallest difference can
     change the choice of experts. All products of a record share their rounded inputs, so the
-    product that needs the most bits decides. Ranks compute different parts of a record, but agree,
-    because products of the same value have the same number in `bits`.
+    product that needs the most bits decides. Ranks have different products of a record, but choose
+    the same precision, because all products of the same value have the same number in `bits`.
     """
     if has_routers and kind in _BEFORE_ROUTERS:
         return Precision.PRECISE

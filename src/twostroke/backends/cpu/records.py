@@ -59,7 +59,7 @@ ACTIVATIONS = {
 
 
 class Precision(IntEnum):
-    """How precisely the inputs of an operation's matrix products are represented."""
+    """How precisely a record's matrix products represent their inputs."""
 
     PLAIN = 0
     PRECISE = 1
@@ -68,7 +68,7 @@ class Precision(IntEnum):
 
 
 class PartsKind(IntEnum):
-    """How a value that ranks gather is divided over them."""
+    """How a gathered value is divided over the ranks before the gather."""
 
     COLUMNS = 0
     ROWS = 1
@@ -77,7 +77,7 @@ class PartsKind(IntEnum):
 
 
 class KvTarget(IntEnum):
-    """Whether a matrix product is stored in KV pages, as keys or as values."""
+    """Whether the result of a matrix product is stored in KV pages, as keys or as values."""
 
     NOTHING = 0
     KEYS = 1

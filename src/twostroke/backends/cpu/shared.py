@@ -1,6 +1,6 @@
 """Lowers a rank's part of a Program, and lays out the memory that the ranks of a host share.
 
-Each rank lowers the parts of all ranks, so that all find the same layout without communication.
+Each rank lowers the parts of all ranks, so that all compute the same layout without communication.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def lower_rank(
 ) -> CpuLowered:
     """Lower one rank's part of a Program for the native executor; see `lower`.
 
-    `ranks`: the parts of all ranks. `taps`: values that steps return on rank 0; all ranks must get
+    `ranks`: the parts of all ranks. `taps`: values that steps return on rank 0; all ranks must pass
     the same names.
 
     Raises:
@@ -65,8 +65,8 @@ def lower_rank(
 def shared_bytes(ranks: Sequence[RankProgram], max_rows: int) -> int:
     """Return the bytes of shared memory that the ranks of a machine need for a step.
 
-    `max_rows`: the largest number of rows of a step. The memory must be zero at first. Pages that
-    are not touched take no physical memory.
+    `max_rows`: the largest number of rows of a step. The memory must be filled with zeros at first.
+    Pages that are not touched take no physical memory.
     """
     return shared_layout(ranks).offsets(max_rows).end
 

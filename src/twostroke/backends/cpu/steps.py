@@ -52,11 +52,18 @@ class StepArrays:
     ) -> None:
         """Prepare the arrays of steps, which grow to any number of rows.
 
-        `max_pages`: the largest number of pages of a request in one cache group. `tapped_width`:
-        the width of an intermediate value that steps also compute for their caller; 0: there is
-        none. `returns_tapped`: whether results have this value, for the rows from which tokens are
-        drawn. `sends_best`: of rows that need only the largest logit, other ranks send rank 0 only
-        that logit. `has_states`: whether the model has recurrent states.
+        Args:
+            num_groups: the number of cache groups.
+            page_size: the tokens of a KV page.
+            max_pages: the largest number of pages of a request in one cache group.
+            one_arithmetic: as in `BackendFacts`.
+            tapped_width: the width of the intermediate value that steps also return; 0: there is
+                none.
+            returns_tapped: whether results have this value, for the rows from which tokens are
+                drawn.
+            sends_best: for rows that need only the largest logit, other ranks send rank 0 only that
+                logit.
+            has_states: whether the model has recurrent states.
         """
         self.tables = PageTables(num_groups, page_size, max_pages)
         self._sampling = RowTable()
@@ -119,13 +126,14 @@ class StepArrays:
     def encode_step(self) -> bytes:
         """Return the step in `record` as a message to other ranks.
 
-        Each step must be encoded once, in order, since a message has only changes of page tables.
+        Each step must be encoded once, in order, since a message has only the changes of page
+        tables since the previous message.
         """
         return encode(self.frame, self.tables.take_changes())
 
     @property
     def frame(self) -> StepFrame:
-        """Return the step in `record` as sent to other ranks, valid until the next step."""
+        """Return the step in `record` as it is sent to other ranks; valid until the next step."""
         record = self.record
         return StepFrame(
             tokens=self._tokens[: record.num_rows],
@@ -147,7 +155,7 @@ class StepArrays:
         return self._samples
 
     def _fill_plain(self, plan: StepPlan) -> None:
-        """Write a decode step without drafts: the newest token of each request, one row each."""
+        """Write a decode step without drafts: one row for each request, its newest token."""
         count = len(plan.slices)
         self._reserve(count, count, count)
         if self._num_plain < count:
@@ -300,8 +308,7 @@ class StepArrays:
         """Return a step's plan with generated rows before prompt rows, as the kernels read them.
 
         Slices with rows of both kinds are split. Also returns the number of slices with generated
-        rows. If prompt rows are computed in the same way, all rows count as generated and keep
-        their order.
+        rows. With `one_arithmetic`, all rows count as generated and keep their order.
         """
         if self._one_arithmetic:
             return plan, len(plan.slices)
@@ -367,7 +374,7 @@ class StepArrays:
 
 
 def _computed_rows(plan: StepPlan) -> NDArray[np.int64]:
-    """Return the number of each row of a plan among the rows as `StepArrays` orders them.
+    """Map each row of a plan to its index in the order in which `StepArrays` computes rows.
 
     Generated rows come first, then prompt rows.
     """
@@ -382,14 +389,14 @@ def _computed_rows(plan: StepPlan) -> NDArray[np.int64]:
 
 
 def _states_of(slices: Sequence[Slice]) -> NDArray[np.int32]:
-    """Return the slots of each slice's recurrent states: before its first row, after its last."""
+    """Return each slice's slots of recurrent states: (before its first row, after its last)."""
     return np.array([(part.read_state, part.write_state) for part in slices], np.int32)
 
 
 def _row_states_of(slices: Sequence[Slice], num_rows: int) -> NDArray[np.int32]:
     """Return the slot for the recurrent state after each row of a step, or `NO_STATE`.
 
-    The last row of each slice before its drafts has a slot, and each draft.
+    In each slice, the last row before its drafts has a slot, and so has each draft.
     """
     slots = np.full(num_rows, NO_STATE, np.int32)
     end = 0

@@ -51,8 +51,8 @@ def thread_pool(library: ctypes.CDLL, num_threads: int) -> Iterator[int]:
 class ActiveThreads:
     """Watches for steps in which some threads pause, because other programs keep cores busy.
 
-    Threads that wait for each other then take many times as long. `Crowding` of native/pool.h uses
-    fewer threads, which is logged once if it lasts.
+    If threads wait for a thread whose core is busy, steps take many times as long. `Crowding` in
+    native/pool.h then uses fewer threads. If that lasts, it is logged once.
     """
 
     def __init__(self, library: ctypes.CDLL, pool: int, num_threads: int) -> None:
@@ -92,7 +92,7 @@ def measure_bandwidth(level: str, num_threads: int, num_bytes: int) -> float:
 def measure_peak(level: str, num_threads: int) -> tuple[float, str]:
     """Measure the peak FLOP/s of an instruction-set level.
 
-    Return it with its kind of arithmetic.
+    Returns (FLOP/s, kind of arithmetic).
     """
     library = load_library(level)
     with thread_pool(library, num_threads) as pool:

@@ -1,4 +1,4 @@
-"""Weights in the kernels' layout: packed at load from the model's file, or kept from before."""
+"""Weights in the kernels' layout: packed from the model's file, or mapped from an earlier start."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class PackedWeights:
             self._writer = self._store.write_later(self._path, self._memory, self._size)
 
     def share(self) -> None:
-        """Use the file of the store in place of own memory, once the file has been written.
+        """Replace the packed weights in memory by the store's file, once it has been written.
 
         Other processes then use the same memory. No step may run meanwhile.
         """
@@ -155,7 +155,8 @@ class PackedWeights:
     def close(self) -> None:
         """Free the memory of the packed weights; may be called twice.
 
-        A file that is being written may take as long as the packing, which it saves later starts.
+        If the store's file is still being written, this waits at most as long as packing took:
+        later starts save that time.
         """
         if self._writer is not None:
             self._writer.close(max(MIN_CLOSE_WAIT_S, self._packing_s))
@@ -191,7 +192,7 @@ class PackedWeights:
         return True
 
     def _reserve(self) -> int:
-        """Return the address of memory for all packed weights, which nothing has touched.
+        """Return the address of reserved memory for all packed weights, still untouched.
 
         Raises:
             MemoryLimitError: there is not enough address space.
