@@ -108,9 +108,9 @@ class GpuBackend:
             device: the GPU.
             kv_format: the number format of keys and values.
             max_rows: the largest number of rows of a step, for which memory is reserved.
-            tapped_value: the value of the Program that steps return for the rows that draw.
+            tapped_value: the value of the Program that steps return for the rows that draw tokens.
             element: the type of products' inputs; None: chosen by the weights' formats.
-            piece: the shortest piece of a context, for tests.
+            piece: into how short pieces a context may be divided, in tokens; only set by tests.
             draws_on_host: whether tokens are drawn on the processor; None: only if kernels are
                 interpreted, in which drawing is slow.
             same_tokens: a row's result depends on its request alone, not on the other rows.
@@ -191,7 +191,7 @@ class GpuBackend:
 
     @property
     def state_memory(self) -> None:
-        """Return None: slots for recurrent states are not read or written from outside."""
+        """Return None: slots for recurrent states cannot be accessed from outside."""
 
     @property
     def pages(self) -> DevicePages:
@@ -335,8 +335,9 @@ class GpuBackend:
     def _resolve_blind_tokens(self, plan: StepPlan, frame: StepFrame) -> None:
         """Let rows whose input token is not known yet read it from the previous step's results.
 
-        The token is drawn by a step that is still in flight. Token -1 - i stands for the token in
-        row i of that step's results. The result rows of this step are noted for the next step.
+        A step that is still in flight draws the token. Such a row gets the token -1 - i, which
+        stands for the token in row i of that step's results. For the next step, this method also
+        stores which result row each request has in this step.
         """
         row, num_results, result_rows = 0, 0, {}
         for slice_ in plan.slices:
@@ -351,7 +352,7 @@ class GpuBackend:
     def _send(self, frame: StepFrame) -> int:
         """Copy a step's input to the GPU.
 
-        Return the padded number of rows with which it is launched.
+        Returns the padded number of rows with which the step is launched.
         """
         num_rows = bucket_of(len(frame.tokens))
         assert num_rows <= self._max_rows, "a step has no more rows than were planned for"
@@ -416,7 +417,10 @@ def _user_error(
     device: GpuDevice,
     gpu: Gpu,
 ) -> TwostrokeError | None:
-    """Return the error for the user if a GPU backend could not be built; None if unexpected."""
+    """Return the error that tells the user why a GPU backend could not be built.
+
+    None if `error` is unexpected: then it should be raised itself.
+    """
     if isinstance(error, TritonError):
         return _not_compiled(error, device)
     if is_out_of_memory(error):
@@ -442,9 +446,9 @@ def _out_of_memory(
 def prepare(graphs: Graphs, kernels: Kernels, plan: GpuPlan, drawing: StepSampler) -> None:
     """Compile the kernels for all step sizes, and capture CUDA graphs, before the first step.
 
-    Steps without rows are launched for this. Steps beyond the largest bucket with a graph are
-    replayed from tapes of recorded launches. Their kernels change only at powers of two, so these
-    sizes are compiled, and the largest, for which libraries allocate their memory.
+    Steps without rows are launched for this. Steps larger than the largest bucket with a CUDA graph
+    are launched from tapes of recorded launches. Their kernels change only at powers of two, so
+    only these sizes are compiled, and the largest size, for which libraries allocate their memory.
     """
     plan.input.clear()
     captured: dict[Hashable, LaunchFunction] = {}

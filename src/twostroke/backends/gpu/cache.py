@@ -36,11 +36,11 @@ class DevicePages:
     """The KV pages in GPU memory, all of the same size; a `PageMemory`.
 
     For each layer of its cache group, a page has keys (kv_heads, page_size, head_dim) and then
-    values of the same shape; in 8-bit formats followed by float16 scales of keys (kv_heads,
-    page_size) and of values. For latent attention a page has only keys.
+    values of the same shape. In 8-bit formats, float16 scales of keys (kv_heads, page_size) and
+    then of values follow. For latent attention a page has only keys.
 
-    Pages are copied to and from the processor on a separate stream, without waiting for steps,
-    because no step in flight uses a page that is read or filled.
+    Pages are copied to and from the host on a separate stream, without waiting for steps, because
+    no step in flight uses a page that is read or filled.
     """
 
     def __init__(
@@ -82,10 +82,7 @@ class DevicePages:
 
     @contextmanager
     def filling(self, page: int) -> Iterator[memoryview[Any]]:
-        """Yield a buffer in host memory.
-
-        When the context ends, its bytes are copied to the KV page.
-        """
+        """Yield a buffer in host memory; when the context ends, copy it to the KV page."""
         content = torch.empty(self.page_bytes, dtype=torch.uint8)
         yield memoryview(content.numpy())
         with self._copying():

@@ -44,8 +44,8 @@ class Graphs:
     def capture(self, key: Hashable, launch: Callable[[], None]) -> None:
         """Compile the kernels that `launch` launches, and capture the launches as a CUDA graph.
 
-        `launch` is called for this, so the step's input must have no rows. `key` names the graph
-        for `run`.
+        `launch` is called for this, so the step's input must have no rows. `run` finds the graph by
+        `key`.
         """
         if not self.is_used:
             launch()
@@ -66,7 +66,7 @@ class Graphs:
         self.num_captured += 1
 
     def run(self, key: Hashable, launch: Callable[[], None]) -> None:
-        """Replay the CUDA graph that was captured under a key.
+        """Replay the CUDA graph that was captured under `key`.
 
         Without a graph, `launch` is called once and its launches are recorded; later calls replay
         the recorded launches.

@@ -37,11 +37,11 @@ class Launch(Frozen, eq=False):
     """One launch of a Triton kernel, with its arguments and options.
 
     - `arguments`: numbers, and contiguous tensors, which a kernel gets as pointers to the first
-      value, 16-byte aligned. Other strides are passed as numbers or constants.
+      value, 16-byte aligned. Strides that the kernel needs are passed as numbers or constants.
     - `constants`: values that are compiled into the kernel.
     - `may_contract`: whether multiplications and additions may be fused, with a single rounding.
-    - `max_registers`: the limit for a thread; 0: the compiler chooses, perhaps so few that it
-      spills.
+    - `max_registers`: the limit for a thread; 0: the compiler chooses, possibly so few that
+      registers spill.
     """
 
     kernel: Any
@@ -55,7 +55,7 @@ class Launch(Frozen, eq=False):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the launch options that Triton itself knows."""
+        """Return the launch options that Triton itself understands."""
         options = {
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
@@ -106,7 +106,7 @@ class Tape:
 class Kernels:
     """Launches Triton kernels, and counts how many variants Triton has compiled.
 
-    With `only_notes` variants are counted, but nothing is launched: interpreted kernels need no
+    With `only_notes`, variants are counted without a launch: interpreted kernels need no
     compilation.
     """
 
@@ -190,7 +190,7 @@ class Kernels:
 
 
 def _compile_key(argument: Any, *, is_changing: bool) -> Any:
-    """Return the property of a kernel argument for which Triton compiles a variant."""
+    """Return the property of a kernel argument for which Triton compiles separate variants."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
     if isinstance(argument, int):
@@ -219,7 +219,7 @@ class Gpu(Frozen, eq=False):
     call: Callable[..., object] = lambda function, *args, **options: function(*args, **options)
 
     def programs(self, per_unit: int) -> int:
-        """Return the number of programs of a persistent kernel, the same for all step sizes.
+        """Return the number of Triton programs of a persistent kernel; equal for all step sizes.
 
         `per_unit`: programs for each multiprocessor.
         """

@@ -1,7 +1,7 @@
 """Measures the time of a launch in a graph, and whether overlapping launches are correct and fast.
 
-Each kernel of a chain doubles the numbers that the previous kernel wrote. A program reads rows that
-another program wrote, and there are more programs than a GPU runs at the same time.
+In a chain of kernels, each kernel doubles the numbers that the previous kernel wrote. A program
+reads rows that another program wrote, and there are more programs than a GPU runs at the same time.
 """
 
 from __future__ import annotations

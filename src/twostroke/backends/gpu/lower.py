@@ -51,7 +51,7 @@ def lower(program: Program, taps: Collection[str] = ()) -> GpuLowered:
 
 
 class _Sum(Frozen):
-    """An addition to a residual stream that is pending, because a later kernel can compute it.
+    """An addition to a residual stream that is not emitted yet; a later kernel can include it.
 
     The sum is `delta`, normed by `post`, plus the stream `residual`.
     """
@@ -66,7 +66,7 @@ class _Sum(Frozen):
 class _GpuLowering:
     """Lowers one Program to records of kernel launches, in a single pass.
 
-    Operations that a later kernel can include, such as sums, norms and rotations, are pending until
+    Sums, norms and rotations can be included in later kernels. They are pending, not emitted, until
     their value is read.
     """
 
@@ -256,7 +256,7 @@ class _GpuLowering:
     def _stream_of(self, op: ops.Add, other: str) -> str | None:
         """Return the operand of an addition that is a residual stream which the sum may overwrite.
 
-        `other`: the other operand. None if there is no such operand.
+        None if there is no such operand. `other` is the operand that is added to the stream.
         """
         if op.a == op.b:
             return None
@@ -268,7 +268,8 @@ class _GpuLowering:
     def _emit_sum(self, output: int | None = None, norm: ops.RMSNorm | None = None) -> None:
         """Emit a record for the pending sum of the residual stream.
 
-        The sum, normed by `norm`, is also written to buffer `output` in the element type.
+        With `output`, the record also writes the sum, normed by `norm`, to this buffer in the
+        element type.
         """
         pending_sum, self._sum = self._sum, None
         assert pending_sum is not None
@@ -314,7 +315,7 @@ class _GpuLowering:
         return {op.output for op in linears}
 
     def _are_scores(self, name: str) -> bool:
-        """Return whether a value is used to choose experts, so that it stays float32."""
+        """Return whether a value is used to choose experts; then it must stay float32."""
         return any(
             isinstance(reader, ops.MixtureOfExperts | ops.Route)
             or (isinstance(reader, ops.Scale) and self._are_scores(reader.output))
@@ -404,7 +405,7 @@ class _GpuLowering:
         return self._heads.pop(name, None) or QkvSource(self._columns_of(name))
 
     def _columns_of(self, name: str) -> BufferColumns:
-        """Return the buffer columns of a value; a pending sum or norm is emitted before."""
+        """Return the buffer columns of a value; emit the sum or norm that computes it, if pending."""
         if self._sum is not None and self._sum.output == name:
             self._emit_sum()
         if name in self._post:
@@ -416,7 +417,7 @@ class _GpuLowering:
         return self._columns[name]
 
     def _element(self, name: str) -> int:
-        """Return a buffer that has a value in the element type, as input of matrix products."""
+        """Return a buffer that holds a value in the element type, as input of matrix products."""
         if self._sum is not None and self._sum.output == name:
             output = self._new(self._buffers[self._sum.residual].width, BufferType.ELEMENT)
             self._emit_sum(output)

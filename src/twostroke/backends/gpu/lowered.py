@@ -42,7 +42,7 @@ class DeviceBuffer(Frozen):
 
 
 class BufferColumns(Frozen):
-    """The columns of a buffer that hold a value; the reader adds the `bias` of that name."""
+    """The columns of a buffer that hold a value; the reader adds the bias with the name `bias`."""
 
     buffer: int
     first: int
@@ -75,9 +75,9 @@ class External(Frozen):
 class AddNorm(Frozen):
     """Launch record: adds to the residual stream, and norms the sum.
 
-    Computes `residual = (residual + post(delta)) * factor`, `output = norm(residual)`. Parts that
-    are None are left out; without a norm the output is a copy. `factor` is the name of a weight
-    with one number.
+    Computes `residual = (residual + post(delta)) * factor`, `output = norm(residual)`. Operands
+    that are None are left out; without a norm the output is a copy. `factor` is the name of a
+    weight with one number.
     """
 
     residual: int | None = None
@@ -106,7 +106,10 @@ class HeadProducts(Frozen):
 
 
 class JoinedHeads(Frozen):
-    """Latent attention's heads: rotated values from `columns`, then the values of `rest`."""
+    """The heads of queries or keys of latent attention, from two sources.
+
+    Rotated values are read from `columns`, and the values after them from `rest`.
+    """
 
     op: ops.Join
     columns: BufferColumns
@@ -154,8 +157,9 @@ class Activate(Frozen):
 class MixExperts(Frozen):
     """Launch record: a mixture of experts, from router scores to the experts' outputs.
 
-    `routes`, `hidden`, `gated` and `output` are buffers: the (row, expert) pairs, then one line for
-    each pair. `route`: the rule by which scores choose experts; None: the rule of `op`.
+    `routes`, `hidden`, `gated` and `output` are buffers: `routes` has the (row, expert) pairs, the
+    others one line for each pair. `route`: the rule by which scores choose experts; None: the rule
+    of `op`.
     """
 
     x: int
@@ -171,7 +175,7 @@ class MixExperts(Frozen):
 class Combine(Frozen):
     """Launch record: the elementwise sum `a * factor + b`.
 
-    `weight` is the name of a weight, one number, by which a is multiplied as well.
+    `weight` is the name of a weight with one number, by which `a` is multiplied, too.
     """
 
     a: BufferColumns
@@ -213,10 +217,10 @@ class GpuLowered(Frozen):
 
 
 def route_ints(num_used: int) -> int:
-    """Return how many int32 numbers a row's expert routes take.
+    """Return how many int32 numbers the expert routes of a row take.
 
-    A pair takes an item of four numbers, its expert, its index in the order, and its weight. The
-    arrays and the header begin at multiples of four numbers.
+    A (row, expert) pair takes an item of four numbers, its expert, its index in the order, and its
+    weight. The arrays and the header begin at multiples of four numbers.
     """
     return (4 + 3) * num_used + 16
 

@@ -32,7 +32,8 @@ _MAX_ROWS: Final = 128  # rows of a block of dense products
 class ExpertWeights(Frozen, eq=False):
     """The matrices of a mixture of experts in GPU memory, as stacks (experts, outputs, inputs).
 
-    `wide`: one stack with the outputs of gates, then of ups; or two stacks if their formats differ.
+    `wide`: the gate and up matrices. They are one stack, in which an expert's outputs are its
+    gates, then its ups; or two stacks if their formats differ.
     """
 
     wide: tuple[Tensor | PackedMatrix, ...]
@@ -52,7 +53,8 @@ class ExpertWeights(Frozen, eq=False):
 class MixtureValues(Frozen, eq=False):
     """The inputs, outputs and intermediate values of a mixture of experts in a step.
 
-    - `x`: (rows, width). `scores`: with their bias. `selection`: how scores choose experts.
+    - `x`: (rows, width). `scores`: the router's scores, with bias. `selection`: how scores choose
+      experts.
     - `routes`: int32 memory for the (row, expert) pairs.
     - `hidden`: gates and ups of each pair. `gated`: (pairs, ffn_width), the input of the last
       product, in the element type. `terms`: the result of each pair times its weight.
@@ -72,8 +74,8 @@ def load(
 ) -> ExpertWeights:
     """Copy the matrices of a mixture of experts to the GPU.
 
-    A stack stays packed if all its matrices have one format that kernels read; other matrices are
-    written by `convert`.
+    A stack stays packed if all its matrices have the same format, which kernels read. Matrices of
+    other stacks are converted by `convert`.
     """
     *wide, down = (_stack(gpu, stack, convert) for stack in stacks_of(op, tensors))
     return ExpertWeights(tuple(wide), down)

@@ -90,8 +90,8 @@ def step_bytes(
 class GpuPlan:
     """Launches the kernels of a lowered Program, for steps of up to `max_rows` rows.
 
-    Each row of the sampler's `results` begins with the token that the last step drew, where rows of
-    the next step can read it.
+    Each row of the sampler's `results` begins with the token that the last step drew; the next step
+    reads it there.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class GpuPlan:
     ) -> None:
         """Reserve the GPU memory of a step's intermediate values.
 
-        `tables`: the page tables on the device, (tables, groups, pages). `piece`: the shortest
-        piece of a context, for tests.
+        `tables`: the page tables on the device, (tables, groups, pages). `piece`: into how short
+        pieces a context may be divided, in tokens; only set by tests.
         """
         self._gpu, self._lowered, self._weights = gpu, lowered, weights
         self._cache, self._tables, self.max_rows = cache, tables, max_rows

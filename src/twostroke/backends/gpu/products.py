@@ -37,8 +37,8 @@ def scratch_bytes(
 def in_parts(gpu: Gpu, lowered: GpuLowered, packed: Mapping[str, Matrix]) -> frozenset[int]:
     """Return the buffers whose products are partial sums even in steps with many rows.
 
-    All matrices of such a product are multiplied by `products_tiles`; other kernels for many rows
-    write whole sums.
+    All matrices of such a product are multiplied by `products_tiles`; for many rows, other kernels
+    write complete sums.
     """
 
     def is_alone(name: str) -> bool:
@@ -80,7 +80,7 @@ def multiply(
 ) -> None:
     """Launch the products of x with several matrices, whose outputs are side by side.
 
-    Each matrix has the kernel for its format. `scratch` has `scratch_bytes`.
+    Each matrix is multiplied by the kernel for its format. `scratch` is memory of `scratch_bytes`.
     """
     first = 0
     rounded: tuple[PackedLayout, RoundedRows] | None = None  # the rows in the scratch memory

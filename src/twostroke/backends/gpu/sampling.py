@@ -47,10 +47,10 @@ CONVERTED_COLUMNS: Final = frozenset(
 class SampleRows(Frozen, eq=False):
     """The sampling parameters of a step's rows as int32 arrays for GPU kernels.
 
-    `rows` are (rows, ROW_INTS); they refer to `lists` by offset and length. A list has ids, then a
-    value for each id: the bias of a logit (float32), or twice the count of a token in the output,
-    plus 1 if the token is in the prompt. Lists of excluded ids and masks have no values. `lists`
-    begins with an unused 0.
+    `rows` are (rows, ROW_INTS). A row refers to its lists in `lists` by offset and length. A list
+    has ids, then a value for each id: the bias of a logit (float32), or twice the count of a token
+    in the output, plus 1 if the token is in the prompt. Lists of excluded ids and masks have no
+    values. `lists` begins with an unused 0.
     """
 
     rows: Ints
@@ -166,7 +166,7 @@ def _seen_tokens(row: Any) -> tuple[Ints, Ints]:
 
 
 def _min_weights(min_p: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Convert `min_p` to float32 weights that are at least `min_p` times the largest weight."""
+    """Return the smallest float32 weights that are at least `min_p` times the largest weight."""
     share = np.minimum(min_p, 1.0) * UNIT
     rounded = share.astype(np.float32)
     return np.where(

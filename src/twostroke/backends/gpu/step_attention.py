@@ -59,7 +59,7 @@ def rotation_floats(lowered: GpuLowered, num_positions: int) -> int:
 
 
 def _rotation_key(op: ops.Rope) -> tuple[tuple[float, ...], float, float, int, int]:
-    """Return a value that rotations with the same table share; its first part are the angles."""
+    """Return a key that is equal for rotations with the same table; it begins with the angles."""
     if isinstance(op, ops.QueryRope):
         temperature = op.temperature_scale, op.temperature_length, op.temperature_offset
         return op.inverse_frequencies, op.magnitude, *temperature

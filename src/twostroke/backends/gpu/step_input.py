@@ -82,7 +82,7 @@ class StepInput:
 
     @property
     def has_passes(self) -> bool:
-        """Return whether the step's attention needs several passes, which no CUDA graph has."""
+        """Return whether the step's attention needs several passes; CUDA graphs have only one."""
         return any(len(headers) > 1 for headers in self.headers)
 
     def array_offsets(self, num_rows: int) -> StepArrayOffsets:
@@ -146,7 +146,7 @@ class StepInput:
         self._send()
 
     def clear(self) -> None:
-        """Send a step without rows to the GPU, for which kernels do nothing."""
+        """Send a step without rows to the GPU; kernels that are launched with it do nothing."""
         self._numbers[:] = 0
         self._end = len(self._numbers)
         self._send()
@@ -168,7 +168,7 @@ class StepInput:
         self._hosts.rotate()
 
     def logit_rows(self, chunk: int) -> tuple[Tensor, Tensor]:
-        """Return the number of rows of a chunk of logits, and the indices of the rows."""
+        """Return (the number of rows, the indices of the rows) of a chunk of logits, on the GPU."""
         count = self.view(self._chunks + _LINE * chunk, _LINE)
         return count, self.view(self._sampled + LOGIT_ROWS * chunk, LOGIT_ROWS)
 

@@ -91,7 +91,7 @@ class StepSampler:
     def finish(self, plan: StepPlan, results: Tensor) -> Callable[[], DrawnTokens]:
         """Return a function that reads the step's drawn tokens, once the GPU has computed them.
 
-        The function returns tokens, log-probabilities, and scores of prompt tokens.
+        The function returns (tokens, log-probabilities, scores of prompt tokens).
         """
         num_logprobs, draws = self._num_logprobs, np.array(plan.draws, bool)
         if self._on_host:
@@ -117,7 +117,7 @@ class StepSampler:
 def _with_future_tokens(slice_: Slice) -> Slice:
     """Return a slice whose request has placeholders for tokens that are not drawn yet.
 
-    The slice is blind: a step in flight draws its input token.
+    The slice is blind: a step that is still in flight draws its input token.
     """
     request = slice_.request
     missing = slice_.start + slice_.count - len(request.tokens)

@@ -1,4 +1,4 @@
-"""Divides a step's attention into items: a tile of rows and a piece of their context each."""
+"""Divides a step's attention into work items: a tile of rows and a piece of context each."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ FEW_ROWS: Final = 16  # slices of up to this many rows have their contexts divid
 class Tiling(Frozen):
     """How attention is divided into tiles of rows and pieces of contexts, for similar layers.
 
-    `window`: of the layers. `small_rows`, `large_rows`: rows of a tile, for slices of few rows and
-    of many. `piece`: the size of pieces in tokens; longer contexts have pieces of a power of two
-    times this size, so that there are at most 64. `same_tokens`: all tiles have few rows, and a
-    row's context is divided by its own length.
+    `window`: the sliding window of the layers. `small_rows`, `large_rows`: the rows of a tile, for
+    slices of few rows and of many. `piece`: the smallest size of pieces in tokens; for longer
+    contexts it is multiplied by a power of two, so that there are at most 64 pieces. `same_tokens`:
+    all tiles have few rows, and a row's context is divided by the row's own length of context.
     """
 
     window: int | None
@@ -36,9 +36,9 @@ class Tiling(Frozen):
 
 
 class Items(Frozen, eq=False):
-    """The work items of a step's attention: (n, 8) for tiles of few and of many rows.
+    """The work items of a step's attention: (n, 8) each, for tiles of few and of many rows.
 
-    `merges` (n, 4): rows whose context has several pieces, which are merged.
+    `merges` (n, 4): the rows whose context has several pieces.
     """
 
     small: Ints
@@ -47,11 +47,10 @@ class Items(Frozen, eq=False):
 
 
 def divide(slices: Ints, tiling: Tiling, max_slots: int) -> list[Items]:
-    """Divide the attention of a step's slices into work items.
+    """Divide the attention of a step's slices into work items, and return them by pass.
 
     A slice is (row, number of rows, position, table). If the pieces take more than `max_slots`
-    slots, the items are divided into several passes. Tiles of many rows take no slots, and are in
-    the first pass.
+    slots, there are several passes. Tiles of many rows take no slots, and are in the first pass.
     """
     is_few = (slices[:, 1] <= FEW_ROWS) | tiling.same_tokens
     small = _tiles(_cut_at_piece_sizes(slices[is_few], tiling), tiling.small_rows)
@@ -122,8 +121,8 @@ def _visible_range(tiles: Ints, tiling: Tiling) -> tuple[Ints, Ints]:
 def _cuts(tiles: Ints, tiling: Tiling) -> tuple[Ints, Ints, Ints]:
     """Return how each tile's context is divided into pieces.
 
-    The arrays have, for each tile, the size of its pieces in tokens, the number of the first piece,
-    and the number of pieces.
+    Returns, for each tile, (the size of its pieces in tokens, the number of the first piece, the
+    number of pieces).
     """
     start, end = _visible_range(tiles, tiling)
     ratio = np.maximum(1, -(-end // (_MAX_FULL_PIECES * tiling.piece)))
@@ -139,7 +138,10 @@ def _num_slots(tiles: Ints, tiling: Tiling) -> Ints:
 
 
 def _pieces(tiles: Ints, large: Ints, tiling: Tiling) -> Items:
-    """Return the work items of one pass: each piece of `tiles` with few rows, and `large` items."""
+    """Return the work items of one pass.
+
+    They are each piece of `tiles`, which have few rows, and the items `large`.
+    """
     start, end = _visible_range(tiles, tiling)
     size, first, counts = _cuts(tiles, tiling)
     num = int(counts.sum())

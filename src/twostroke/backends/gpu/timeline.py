@@ -20,9 +20,9 @@ _CYCLES: Final = 1 << 24  # the first wait, about 10 ms
 def seconds_of(gpu: Gpu, launch: Callable[[Callable[[], None]], None]) -> list[float]:
     """Measure the GPU seconds of consecutive parts of `launch`, which calls `mark` between them.
 
-    Launching a small kernel takes longer than running it, so the device first waits while launches
-    are queued. If the queue still runs empty, everything is launched again with a longer wait.
-    Interpreted kernels are timed on the processor.
+    Launching a small kernel takes longer than running it. Therefore the GPU is first made to wait
+    while launches are queued. If the queue still runs empty, everything is launched again with a
+    longer wait. Interpreted kernels are timed on the processor.
     """
     if gpu.device.type != "cuda":
         marks: list[float] = []

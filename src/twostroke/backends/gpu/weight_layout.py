@@ -21,12 +21,12 @@ _SCALE_TYPES: Final = ("F16", "BF16", "F32")
 
 
 class PackedLayout(Frozen):
-    """How the codes of a quantization format are packed for GPU kernels, and become numbers.
+    """How the codes of a quantization format are packed for GPU kernels, and converted to numbers.
 
     - `bits`: 4, 5, 6 or 8. `group`: the number of inputs that share a scale.
     - `half`: subtracted from codes.
-    - `scales`: the type of scales, "f16", "bf16" or "f32", or of a block's header, "k" (Q4_K, Q5_K)
-      or "q6_k".
+    - `scales`: the type of scales, "f16", "bf16" or "f32"; or the kind of a block's header with
+      scales, "k" (Q4_K, Q5_K) or "q6_k".
     - `offset`: None, "minimum" (added to scaled codes) or "zero" (subtracted from codes).
     - `table`: "e4m3" if codes are E4M3 numbers.
     - `has_row_scales`: all groups of an output have the same scale.
@@ -111,10 +111,10 @@ def matrix_layout(tensor: QuantTensor) -> PackedLayout | None:
 
 
 def runs_of_neighbours(matrices: Sequence[Matrix | None]) -> list[list[int]]:
-    """Group neighbouring packed matrices that can be concatenated; return runs of indices.
+    """Group neighbouring packed matrices that can be concatenated; return the groups' indices.
 
-    The matrices of a run have the same layout, and all but the last end with a whole tile. None
-    stands for a matrix that is not packed, which is a run of its own.
+    The matrices of a group have the same layout, and all but the last end with a complete tile.
+    None stands for a matrix that is not packed, which is a group by itself.
     """
     runs: list[list[int]] = []
     for index, matrix in enumerate(matrices):
@@ -154,8 +154,8 @@ def is_stack_packed(tensors: Sequence[QuantTensor]) -> bool:
 def device_bytes(program: Program, tensors: Mapping[str, QuantTensor]) -> dict[str, int]:
     """Estimate the bytes of each weight in GPU memory, by name.
 
-    Matrices in formats that kernels read stay packed; matrices of experts only if their whole stack
-    can, and matrices of heads never.
+    Matrices in formats that kernels read stay packed. Matrices of experts do so only if their whole
+    stack can, and the per-head matrices of latent attention never.
     """
     heads = [op.matrices for op in program.ops if isinstance(op, ops.HeadLinear)]
     mixes = [op for op in program.ops if isinstance(op, ops.MixtureOfExperts)]

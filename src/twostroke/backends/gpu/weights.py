@@ -190,7 +190,7 @@ class DeviceWeights:
                     del self.packed[name]
 
     def vector(self, name: str, offset: float = 0.0) -> Tensor:
-        """Return a one-dimensional weight in float32 on the GPU, with an offset added."""
+        """Return a vector (one-dimensional weight) in float32 on the GPU, with an offset added."""
         if (name, offset) not in self._vectors:
             values = self._tensors[name].dequantize().reshape(-1) + np.float32(offset)
             self._vectors[name, offset] = torch.from_numpy(values).to(self._gpu.device)

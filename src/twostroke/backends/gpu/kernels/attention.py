@@ -48,7 +48,7 @@ class HeadLayout(Frozen):
     page_size, head_dim) begin at value `keys_at`, and values at `values_at`. A page table has
     `table_stride` numbers; the page ids of the layer's cache group begin at `group_at`.
 
-    Latent attention stores keys only; the first `rotated` values of a key are the rotated ones.
+    Latent attention stores keys only; the first `rotated` values of a key are its rotary part.
 
     With `kv_format` "int8" or "fp8", scales are float16: the scales of keys (kv_heads, page_size)
     begin `scales_at` float16 numbers into a page, followed by the scales of values.
@@ -80,7 +80,10 @@ class HeadLayout(Frozen):
         return self.num_heads // self.num_kv_heads
 
     def layer(self, cache: Tensor) -> Tensor:
-        """Return the KV cache from the layer's first key on, so that all layers share a kernel."""
+        """Return the KV cache from the layer's first key on.
+
+        With this view, one compiled kernel serves all layers.
+        """
         return cache.view(-1)[self.keys_at :]
 
     @property
@@ -107,10 +110,10 @@ class HeadLayout(Frozen):
 class AttentionItems(Frozen, eq=False):
     """A step's attention divided into work items, with memory for partial sums.
 
-    A long context is divided into pieces, whose sums are merged. `header` has an (offset, count)
-    pair for each list of items or merges, which are in `frame`. Sums of pieces are written to
-    `sums` (slots, heads, head_dim), and their largest scores and totals to `tops` (slots, heads,
-    2), both float32.
+    A long context is divided into pieces, whose sums are merged. The lists of items and of merges
+    are in `frame`; `header` has the (offset, count) pair of each list. Sums of pieces are written
+    to `sums` (slots, heads, head_dim). The largest score of each piece and the total of its softmax
+    weights are written to `tops` (slots, heads, 2). Both arrays are float32.
     """
 
     header: Tensor
@@ -121,7 +124,7 @@ class AttentionItems(Frozen, eq=False):
 
 
 def rows_of(heads_in_group: int, block: int) -> int:
-    """Return the number of a step's rows in an attention tile of `block` (row, head) pairs.
+    """Return how many rows of a step an attention tile of `block` (row, head) pairs has.
 
     `heads_in_group`: query heads that read one KV head.
     """
@@ -161,8 +164,8 @@ def launch(
     """Launch attention for one of a step's lists of work items.
 
     The list's (offset, count) pair is at `header_index` of the header. q and output are (rows,
-    heads * head_dim). Results of contexts with a single piece are written to the output, results of
-    pieces to the sums of `work`.
+    heads * head_dim). If a context is a single piece, its result is written to the output, else the
+    results of its pieces are written to the sums of `work`.
     """
     is_small = block_m <= same_block(heads.group)
     block_d = max(16, triton.next_power_of_2(heads.head_dim))
@@ -209,7 +212,7 @@ def launch(
 def merge(
     gpu: Gpu, work: AttentionItems, header_index: int, output: Tensor, heads: HeadLayout
 ) -> None:
-    """Launch the merge of partial attention: add the pieces of each row's context, in order."""
+    """Launch the merge of partial attention: add up the pieces of each row's context, in order."""
     num_programs = gpu.programs(16)
     gpu.launch(
         _merge,
@@ -261,8 +264,8 @@ def _stored(
 def _pairs_of(item, kv_head, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
     """Return the row and the head of each (row, head) pair of an attention tile.
 
-    The row is relative to the work item. The computation depends on the item's row, so that the
-    compiler does not keep the quotients in registers for all items.
+    The row is relative to the work item. The computation uses the item's first row, so that the
+    compiler does not keep the quotients of all items in registers.
     """
     row = tl.load(item)
     pairs = tl.arange(0, BLOCK_M) + row * GROUP

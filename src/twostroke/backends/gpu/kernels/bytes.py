@@ -1,8 +1,8 @@
 """Numbers of 8 bits in KV pages: int8 and fp8, with a float16 scale for each head of a token.
 
 `int8` is the cpu backend's format (ADR 0011): keys and queries are multiplied by a Hadamard matrix
-before keys are rounded. `fp8` is E4M3; codes are converted by bit operations, so that it works on
-every GPU. The same conversion is used for E4M3 weights.
+before keys are rounded. `fp8` is E4M3. Its codes are converted by bit operations, so that it works
+on every GPU. The same conversion is used for E4M3 weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def assembly(gpu: Gpu, kv_format: str) -> str:
     """Return PTX that converts four E4M3 codes of KV pages to numbers.
 
-    "" if Triton code converts, as in the interpreter.
+    Empty if Triton code converts them, as in the interpreter.
     """
     if gpu.is_interpreted or kv_format != "fp8":
         return ""

@@ -43,7 +43,7 @@ def prefetch(at):
 
 
 class Parts(Frozen, eq=False):
-    """A matrix product's result as `count` partial sums; the kernel that reads it adds them.
+    """A matrix product's result as `count` partial sums; the kernel that reads it adds them up.
 
     A row has `width` values. `values` begins at the first value of the first part. `row_stride` and
     `part_stride` are in values. The type is float32, or the element type if there is only one part.

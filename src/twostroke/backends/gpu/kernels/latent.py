@@ -1,6 +1,7 @@
 """Latent attention: each token stores one rotated key and one latent vector for all heads.
 
-A stored line is the rotated key, then the latent vector, which is both key and value.
+A token's entry in a KV page is the rotated key, then the latent vector, which is both key and
+value.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class Sources(Frozen, eq=False):
     """The projections from which latent attention's queries and stored keys are made.
 
     `queries`: heads of `query_head` values; the values to rotate begin at value `first` of a head.
-    `query_latents`: (rows, heads, latent), the other values of queries after their product with the
-    head's matrix. `keys`: the keys to rotate. `latents`: the latent vectors, before `norm`.
+    `query_latents`: (rows, heads, latent), the remaining values of queries, already multiplied by
+    the head's matrix. `keys`: the keys to rotate. `latents`: the latent vectors, before `norm`.
     """
 
     queries: Parts
@@ -67,7 +68,7 @@ class Sources(Frozen, eq=False):
 def block_of(gpu: Gpu, num_heads: int, *, is_few: bool) -> int:
     """Return the number of (row, head) pairs of a latent attention tile.
 
-    `is_few`: for slices of few rows, as in decode. A row with more heads takes several tiles.
+    `is_few`: for slices of few rows, as in decode. If a row has more heads, it takes several tiles.
     """
     if gpu.same_tokens or not is_few:
         return _MAX_PAIRS

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Norm(Frozen, eq=False):
     """The weight of an RMS norm on the GPU, for a row or for each group of a row's values.
 
-    `weight`: float32, one value for each value of a group, with the offset added.
+    `weight`: float32, as wide as a row or group, with the offset added.
     """
 
     weight: Tensor

@@ -1,17 +1,17 @@
 """Packs quantized matrices for the GPU's products: the codes of the file, in another order.
 
 A matrix is divided into tiles of 64 outputs by 256 inputs. The 16-bit words of a tile are
-consecutive, so that a program reads a tile as one stream of 16-byte loads.
+consecutive, so that a Triton program reads a tile as one stream of 16-byte loads.
 
-A word has codes of neighbouring planes: word (step, output, column) has the inputs
-`step * planes * columns + plane * columns + column`, one plane in each nibble (4 planes) or byte
-(2 planes). The inputs of a plane are consecutive and share a scale. The upper bits of 5-bit and
-6-bit codes are in separate words.
+A plane is a run of consecutive inputs, which share a scale. A word has one code of each of several
+planes: in a nibble (4 planes) or byte (2 planes). Word (step, output, column) has the inputs `step
+* planes * columns + plane * columns + column`. The upper bits of 5-bit and 6-bit codes are in
+separate words.
 
-Scales are copied from the file, or, for k-quants, the 16-byte header of eight scales. They are
-stored as 32-bit words, with all outputs of a group side by side, because asynchronous copies need
-at least 32 bits. 16-bit scales of two neighbouring groups share a word. Scales of E4M3 are
-multiplied by 256, because kernels divide its numbers by 256.
+Scales are copied from the file; for k-quants, the 16-byte header of eight scales is copied instead.
+They are stored as 32-bit words, with all outputs of a group side by side, because asynchronous
+copies need at least 32 bits. 16-bit scales of two neighbouring groups share a word. Scales of E4M3
+are multiplied by 256, because kernels divide its numbers by 256.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class PackedMatrix(Frozen, eq=False):
     def pointers(self) -> dict[str, Tensor]:
         """Return the matrix's arrays as arguments of a kernel.
 
-        `codes` stand in for missing arrays, which the kernel never reads.
+        In place of a missing array, which the kernel never reads, it gets `codes`.
         """
         return {
             "codes": self.codes,
@@ -127,9 +127,9 @@ def concatenate(matrices: Sequence[PackedMatrix], width: int) -> PackedMatrix:
 def _pack_rows(
     fmt: Format, rows: Bytes, depth: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Pack rows of a quantized matrix; return codes, scales, upper bits and offsets.
+    """Pack rows of a quantized matrix; return (codes, scales, upper bits, offsets).
 
-    The first row must begin a tile.
+    Upper bits and offsets are None if the format has none. The first row must begin a tile.
     """
     layout = layout_of(fmt, depth)
     assert layout is not None
@@ -218,7 +218,7 @@ def _groups(values: Tensor, shape: tuple[int, int], layout: PackedLayout) -> Ten
 def _unpack(packed: Tensor, bits: int, run: int) -> Tensor:
     """Unpack codes of `bits` bits from a file's bytes (blocks, bytes).
 
-    Does the same as `quant.planes.unpack_planes`, on the GPU.
+    Does the same as `quant.format.unpack_planes`, on the GPU.
     """
     runs = packed.reshape(len(packed), -1, 1, run)
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)

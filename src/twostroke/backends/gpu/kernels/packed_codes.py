@@ -26,9 +26,9 @@ def has_offset(layout: PackedLayout) -> bool:
 def code_constants(gpu: Gpu, layout: PackedLayout, *, is_centered: bool) -> dict[str, Any]:
     """Return a layout's compile-time constants for kernels that convert codes to 16-bit numbers.
 
-    Codes that are not centered are converted with `SHIFT` added, which costs nothing; kernels then
-    subtract a multiple of the sum of inputs together with the minimum. `ASSEMBLY` has PTX for each
-    step, or the name of a table; "" means that Triton code converts.
+    If codes are not centered, converted numbers have `SHIFT` added, since that costs nothing. The
+    kernels then subtract `SHIFT` times the sum of inputs, together with the minimum. `ASSEMBLY` has
+    PTX for each step, or the name of a table; "" means that Triton code converts.
     """
     shift = -layout.half if is_centered else _MAGIC[gpu.element][2]
     assembly = without_assembly(layout)
@@ -87,9 +87,10 @@ _MAGIC: Final = {
 def _codes_assembly(
     layout: PackedLayout, element: torch.dtype, step: int, *, is_centered: bool
 ) -> str:
-    """Return PTX that converts the packed codes of two words to 16-bit numbers, two for a plane.
+    """Return PTX that converts the packed codes of two words to 16-bit numbers.
 
-    A code is or-ed into the low bits of 128 (bfloat16) or 1024 (float16), which adds the code.
+    It yields two numbers for each plane. A code is or-ed into the low bits of 128 (bfloat16) or
+    1024 (float16), which adds the code.
     """
     if layout.table == "e4m3":
         lines = [".reg .b32 t, u, v;", "shl.b32 t, $2, 8;"]
@@ -126,7 +127,7 @@ def _number_assembly(layout: PackedLayout, index: int) -> str:
     """Return PTX that converts one plane of two words' packed codes to two float32 numbers.
 
     A code is or-ed into the low bits of 128 in bfloat16, whose bits are the upper half of float32;
-    a code of 8 bits into 256.
+    a code of 8 bits is or-ed into 256.
     """
     step, plane = divmod(index, layout.planes)
     lines = [".reg .b32 t, u, v;"]

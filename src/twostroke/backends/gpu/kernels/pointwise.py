@@ -1,4 +1,4 @@
-"""Elementwise operations: gated activations, sums, factors, soft caps; and gathers of rows."""
+"""Elementwise operations: gated activations, sums, factors, soft caps; also gathers of rows."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def combine(
 ) -> None:
     """Launch an elementwise sum: write `cap((a + bias) * factor * weight + b)` to output.
 
-    `output` is (rows, width), of any floating type. The `weight` is one number; `soft_cap` c means
-    `c * tanh(x / c)`.
+    `output` is (rows, width), of any floating type. The `weight` is one number. `cap` is the soft
+    cap: with `soft_cap` c it is `c * tanh(x / c)`.
     """
     width, unused = output.shape[1], header
     grid, sizes = _blocks(gpu, num_rows, width)

@@ -26,9 +26,9 @@ _MIN_DEPTH: Final = 512  # inputs of a part
 def num_parts(gpu: Gpu, num_rows: int, width: int, depth: int) -> int:
     """Return into how many partial sums a product of few rows is split, to use the whole GPU.
 
-    `width`: the total width of all products that write to the same `Parts`, because they share the
-    number. With `same_tokens` the number depends only on the shape. It is small then, because
-    products of many rows are split into as many partial sums.
+    `width`: the total width of all products that write to the same `Parts`; they share the number.
+    With `same_tokens` the number depends only on the shape. It is then small, because products of
+    many rows must be split into the same number of partial sums.
     """
     max_parts, per_unit = 8, 8 if num_rows <= 16 else 4
     if gpu.same_tokens:
@@ -74,7 +74,8 @@ def launch(
 def launch_grouped(gpu: Gpu, x: Tensor, weight: Tensor, output: Parts, rows: Grouped) -> None:
     """Launch the dense products of a mixture of experts: each row with each of its experts.
 
-    `weight` is (experts, width, depth). Each (row, expert) pair writes one line.
+    `weight` is (experts, width, depth). The result of each (row, expert) pair is one row of the
+    output.
     """
     routes = rows.routes
     is_wide = routes.block >= 64 and gpu.architecture == 90  # others would spill registers

@@ -51,9 +51,9 @@ class RoundedRows(Frozen, eq=False):
 
 
 def is_supported(gpu: Gpu, num_rows: int, weight: PackedMatrix, output: Parts) -> bool:
-    """Return whether FP8 tensor cores compute a product.
+    """Return whether FP8 tensor cores compute this product.
 
-    Never with float32 output, such as logits.
+    They never do for float32 output, such as logits.
     """
     is_many = num_rows > FEW_ROWS and output.count == 1 and output.values.dtype == gpu.element
     return is_many and is_layout_supported(gpu, weight.layout)
@@ -82,7 +82,8 @@ def scratch_bytes(gpu: Gpu, num_rows: int, matrix: Matrix) -> int:
 def _suits_library(gpu: Gpu, num_rows: int, layout: PackedLayout, width: int) -> bool:
     """Return whether PyTorch multiplies E4M3 by E4M3 with cuBLAS, with a scale for each row.
 
-    On other GPUs, and with older CUDA, PyTorch uses kernels that may ignore the output's stride.
+    On other GPUs, and with older CUDA, PyTorch uses kernels that may ignore the output's stride;
+    these are not used.
     """
     if num_rows < LIBRARY_ROWS or not layout.has_row_scales or width % 16:
         return False

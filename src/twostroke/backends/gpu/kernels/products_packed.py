@@ -1,9 +1,10 @@
 """Products with packed matrices, whose codes are converted to values in registers.
 
 Weights are the left factor of each `dot`, so that eight rows of x fill an instruction. With few
-rows, the kernel of this module multiplies unscaled codes, which every element type represents
-exactly, and scales the sum of each group in float32. With more rows, `products_tiles` scales the
-codes. With very many rows, the matrix is unpacked to the element type, and cuBLAS multiplies.
+rows, this module's kernel multiplies unscaled codes, which every element type represents exactly,
+and scales the sum of each group in float32. With more rows, `products_tiles` scales the codes
+before it multiplies. With very many rows, the matrix is unpacked to the element type, and cuBLAS
+multiplies.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _GROUPED_STAGES: Final = {5: 1, 6: 3}  # by bits of codes
 def is_unpacked(gpu: Gpu, num_rows: int, output: Parts) -> bool:
     """Return whether a packed matrix is unpacked to 16 bits before it is multiplied.
 
-    Only with many rows, and never with float32 output, such as logits.
+    It is with many rows, but never for float32 output, such as logits.
     """
     is_plain = output.values.dtype == gpu.element and output.count == 1
     return num_rows > products_tiles.max_rows(gpu) and is_plain and not gpu.same_tokens
@@ -85,7 +86,8 @@ def launch(
 def launch_grouped(gpu: Gpu, x: Tensor, weight: PackedMatrix, output: Parts, rows: Grouped) -> None:
     """Launch a mixture's products with packed matrices: each row with each of its experts.
 
-    `weight` is a stack of the experts' matrices. Each (row, expert) pair writes one line.
+    `weight` is a stack of the experts' matrices. The result of each (row, expert) pair is one row
+    of the output.
     """
     routes = rows.routes
     if routes.block <= FEW_ROWS:

@@ -39,7 +39,7 @@ _SUM_COST: Final = 6  # a float32 written and read by all units costs as many mu
 class Tile(Frozen):
     """The tile of a matrix product kernel: its rows and outputs, warps, and pipeline stages.
 
-    `max_registers` of a thread; 0: the compiler chooses.
+    `max_registers`: the limit of registers for a thread; 0: the compiler chooses.
     """
 
     rows: int
@@ -66,10 +66,10 @@ def tile_of(
 
     `in_groups`: for a mixture of experts.
 
-    Tiles are as large as possible. Larger tiles have these problems: stages of x or of float32
-    scales do not fit into shared memory; on sm_80 masks of x, and on sm_90 codes of 5 bits and
-    mixtures, spill registers; for sm_100, Triton up to 3.8 generates a trap. Two programs of up to
-    64 rows share a multiprocessor of sm_90.
+    The largest tile without these problems is chosen: stages of x or of float32 scales do not fit
+    into shared memory; on sm_80 masks of x, and on sm_90 codes of 5 bits and mixtures, spill
+    registers; for sm_100, Triton up to 3.8 generates a trap. Two programs of up to 64 rows share a
+    multiprocessor of sm_90.
     """
     if gpu.same_tokens:  # rows are often few, so small tiles make enough programs
         return Tile(SAME_ROWS, 64, 4, 4)
@@ -98,7 +98,7 @@ def tile_of(
 def num_parts(gpu: Gpu, num_rows: int, width: int, depth: int) -> int:
     """Return into how many partial sums a product of many rows is split.
 
-    The number balances idle multiprocessors and the memory traffic of sums.
+    More parts keep more multiprocessors busy, but cause more memory traffic for the sums.
     """
     tile = tile_of(gpu, num_rows, _PLAIN)
     programs = -(-width // tile.outputs) * -(-num_rows // tile.rows)
@@ -124,8 +124,8 @@ def launch(
 ) -> None:
     """Launch a product of many rows with a packed matrix: write `x @ weight.T` to `output`.
 
-    x is (rows, depth), weight is (width, depth). With `rows`, write the product of each (row,
-    expert) pair, one line for each; `weight` is then a stack of matrices.
+    x is (rows, depth), weight is (width, depth). With `rows`, `weight` is a stack of experts'
+    matrices, and the result of each (row, expert) pair is one row of the output.
     """
     code_constants = number_constants(gpu, weight.layout)
     start(
@@ -156,7 +156,7 @@ def start(
 ) -> None:
     """Launch the kernel of a product with a packed matrix.
 
-    `code_constants`: from `packed_codes`.
+    `code_constants`: the compile-time constants that `packed_codes` returns.
     """
     blocks, blocks_n = -(-weight.depth // TILE_INPUTS), -(-weight.width // tile.outputs)
     blocks_m = -(-num_rows // tile.rows) if rows is None else rows.routes.max_items

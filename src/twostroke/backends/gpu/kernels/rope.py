@@ -38,9 +38,9 @@ class Rotation(Frozen, eq=False):
 class SlotMapping(Frozen, eq=False):
     """The page tables, and the position and table of each row, for storing keys and values.
 
-    All arrays are int32. `positions` and `tables_of`: the position and page table of each row. Row
-    r is also stored in the tables `extra[first_extra[r] : first_extra[r + 1]]`. `tables` has the
-    page ids.
+    All arrays are int32. `positions` and `tables_of`: the position and the page table of each row.
+    Keys and values of row r are also stored in the tables `extra[first_extra[r] : first_extra[r +
+    1]]`. `tables` has the page ids.
     """
 
     positions: Tensor
@@ -114,7 +114,7 @@ def launch(
 def _source_arguments(sources: tuple[HeadSource, ...], unused: Tensor) -> dict[str, Any]:
     """Return the tensors of queries, keys and values as arguments of the kernel.
 
-    `unused` stands in for missing tensors.
+    In place of a missing tensor, the kernel gets `unused`.
     """
     arguments: dict[str, Any] = {}
     for name, source in zip("qkv", sources, strict=True):
@@ -190,7 +190,7 @@ def _balance_queries(
     x, balance, groups, inside, HAS_BALANCE: tl.constexpr, KV_HEADS: tl.constexpr,
     DIM: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Return queries (pairs, dims) scaled to match the balanced int8 keys of `_balance_keys`."""
+    """Return queries (pairs, dims) scaled to fit the keys that `_balance_keys` has balanced."""
     if HAS_BALANCE:
         balance += (2 * KV_HEADS + groups)[:, None] * DIM + tl.arange(0, x.shape[1])
         x *= tl.load(balance, inside, 0.0)
@@ -202,7 +202,11 @@ def _balance_keys(
     x, balance, heads, inside, HAS_BALANCE: tl.constexpr, KV_HEADS: tl.constexpr,
     DIM: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Return keys (pairs, dims) for int8: without means, scaled, and times a Hadamard matrix."""
+    """Return keys (pairs, dims) prepared for int8.
+
+    Their means are subtracted, channels are scaled, and the result is multiplied by a Hadamard
+    matrix.
+    """
     if HAS_BALANCE:
         balance += heads[:, None] * DIM + tl.arange(0, x.shape[1])
         x -= tl.load(balance, inside, 0.0)

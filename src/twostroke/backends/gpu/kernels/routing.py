@@ -28,8 +28,8 @@ class Routes(Frozen, eq=False):
 
     - `header`: the number of pairs, then the number of items.
     - `items`: an item is an expert and up to `block` of its pairs, which are consecutive in
-      `order`. There are at most `max_items`, so that all steps of a bucket have the same
-          launches.
+      `order`. There are at most `max_items`, so that all steps of a bucket have the same launches.
+    - `order`: the pairs, sorted by expert.
     - `expert_ids` and `shares`: the expert and the weight (float32) of each pair.
     """
 
@@ -45,7 +45,7 @@ class Routes(Frozen, eq=False):
 
 
 class Grouped(Frozen, eq=False):
-    """How a mixture's product reads its rows: (row, expert) pair p reads line `p // lines` of x.
+    """How a mixture's product reads its rows: (row, expert) pair p reads row `p // lines` of x.
 
     `is_shared`: the results are multiplied by the pairs' weights.
     """
@@ -164,12 +164,11 @@ def launch(
 
 @triton.jit
 def rows_of(header, items, order, BLOCK_M: tl.constexpr, LINES: tl.constexpr):
-    """Return the part of a product that a program computes.
+    """Return the part of a product that a Triton program computes.
 
-    The result is the number of rows, the rows of output and of x, the expert, and the block of
-    columns. LINES 0 means a product of all rows with one matrix. For each block of columns,
-    programs are in the order of rows or of items, so that programs with the same matrix run
-    together.
+    Returns (number of rows, rows of the output, rows of x, expert, block of columns). LINES 0 means
+    a product of all rows with one matrix. For each block of columns, programs are in the order of
+    rows or of items, so that programs with the same matrix run together.
     """
     offsets, number = tl.arange(0, BLOCK_M), tl.program_id(0)
     if LINES == 0:
@@ -188,9 +187,9 @@ def rows_of(header, items, order, BLOCK_M: tl.constexpr, LINES: tl.constexpr):
 
 @triton.jit
 def reload_rows(rows, items, order, BLOCK_M: tl.constexpr, LINES: tl.constexpr):
-    """Load the row numbers of a mixture's program again after its loop.
+    """Load the row numbers of a mixture's program again, after its loop.
 
-    They then take no registers in the loop.
+    If they were kept instead, they would take registers during the loop.
     """
     if LINES == 0:
         return rows
@@ -204,7 +203,10 @@ def reload_rows(rows, items, order, BLOCK_M: tl.constexpr, LINES: tl.constexpr):
 
 @triton.jit
 def _sort_keys(score, expert):
-    """Return int64 keys that sort experts by larger score, then by lower expert id."""
+    """Return int64 keys that sort experts by score, and experts of equal score by id.
+
+    A larger score, and of equal scores a lower id, has a larger key.
+    """
     score = tl.where(score == 0, 0.0, score)  # -0
     bits = score.to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -213,7 +215,7 @@ def _sort_keys(score, expert):
 
 @triton.jit
 def _largest(ranks, ids):
-    """Return the mask of each row's largest key, and the expert id; no two keys are equal."""
+    """Return (the mask of each row's largest key, its expert id); no two keys are equal."""
     is_best = ranks == tl.max(ranks, 1)[:, None]
     return is_best, tl.sum(tl.where(is_best, ids, 0), 1)[:, None]
 
@@ -225,7 +227,7 @@ def _limit_to_groups(
 ):  # fmt: skip
     """Exclude experts outside a row's best expert groups: give them the lowest sort key.
 
-    The value of a group is the sum of its BEST best experts.
+    Groups are ranked by the sum of the scores of their BEST best experts.
     """
     lowest: tl.constexpr = -(1 << 62)
     group_of = experts // (EXPERTS // GROUPS)

@@ -1,8 +1,9 @@
 """Draws tokens from logits: the integer sampler of ADR 0006 (backends/sampling/reference.py).
 
-One program handles one row. It passes over the vocabulary in blocks: once for a greedy row, three
-times for a draw, and eight times more for each of top-k and top-p. All float32 operations are the
-same as in the reference, so the compiler must not contract multiplications and additions.
+One Triton program handles one row. It reads the vocabulary in blocks: once for a greedy row, three
+times for a random draw, and eight more times for each of top-k and top-p. All float32 operations
+are the same as in the reference. Therefore the compiler must not fuse multiplications with
+additions.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def launch(
 
 
 def report(gpu: Gpu, logits: Tensor, rows: Tensor, results: Tensor) -> None:
-    """Launch the kernel that writes to `results` the numbers for log-probabilities of tokens."""
+    """Launch the kernel that writes the numbers for log-probabilities to `results`."""
     _launch(gpu, _report, logits, rows=rows, results=results)
 
 
@@ -108,18 +109,19 @@ def _weights(x, top, scale, min_weight):
 
 @triton.jit
 def _is_in_prefix(key, ids, min_key, last):
-    """Return whether tokens are among the likeliest that top-k or top-p keeps.
+    """Return which tokens are among the likeliest tokens that top-k or top-p keeps.
 
-    The kept tokens, sorted by key and then by id, end with token `last`, with key `min_key`.
+    Kept tokens are sorted by key, then by id. The last kept token has the id `last` and the key
+    `min_key`.
     """
     return (key > min_key) | ((key == min_key) & (ids <= last))
 
 
 @triton.jit
 def _prefix_masses(x, ids, bounds, numbers, COUNTS: tl.constexpr):
-    """Return each token's mass in the prefix of likeliest tokens that top-k or top-p keeps.
+    """Return each token's mass among the likeliest tokens (prefix) that top-k or top-p keeps.
 
-    With COUNTS (top-k) the mass is 1, else the token's weight. Tokens outside the prefix have 0.
+    With COUNTS (top-k) the mass is 1, else the token's weight. Tokens that are not kept have 0.
     """
     top, scale, min_weight, min_key, last = numbers
     is_kept = _is_in_prefix(_key(x), ids, min_key, last) & (ids < bounds)
@@ -144,8 +146,8 @@ def _find_prefix_end(
 ):
     """Find the last token that top-k or top-p keeps; return its key and id.
 
-    It ends the shortest prefix of the likeliest tokens with mass `need` or more. The key is
-    searched four bits at a time, beginning with the highest bits.
+    The kept tokens are the shortest prefix of the likeliest tokens whose mass is at least `need`.
+    The key is searched four bits at a time, beginning with the highest bits.
     """
     digits = tl.arange(0, 16)
     prefix = tl.zeros((), tl.uint32)
@@ -184,7 +186,7 @@ def _find_token(
 ):  # fmt: skip
     """Return the first token id at which the cumulative mass, by id, exceeds `target`.
 
-    With EQUAL, tokens with the prefix's last key have mass 1, and all others 0.
+    With EQUAL, only tokens with the same key as the last kept token have a mass: 1.
     """
     token = tl.full((), -1, tl.int32)
     mass_before = tl.zeros((), tl.int64)

@@ -1,7 +1,7 @@
-"""The parts of attention kernels: items of a program, pages of tokens, and online softmax.
+"""Functions that attention kernels share: a program's items, tokens' pages, and online softmax.
 
-Scores are not scaled. A constant factor makes them exponents of 2, so that a token's softmax weight
-takes one multiply-add and one `exp2`.
+Scores are not scaled. Instead, one constant factor makes them exponents of 2, so that a token's
+softmax weight takes one multiply-add and one `exp2`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ MIN_TOP = tl.constexpr(
 
 
 def scales_alone(gpu: Gpu, kv_format: str) -> bool:
-    """Return whether attention multiplies 8-bit values by scales before softmax weights.
+    """Return whether attention applies the scales of 8-bit values before the softmax weights.
 
-    See `add_block`.
+    Otherwise the scales are multiplied into the softmax weights; see `add_block`.
     """
     return gpu.same_tokens and bool(kv_format) and gpu.element == torch.float16
 
@@ -39,10 +39,10 @@ def num_items_of(num, NUM_PROGRAMS: tl.constexpr):
 
 @triton.jit
 def item_index(turn, NUM_PROGRAMS: tl.constexpr):
-    """Return the index of the attention work item that this program computes in a turn.
+    """Return the index of the attention work item that this program computes in turn `turn`.
 
-    Every second turn assigns items in reverse order of programs, which balances the work if items
-    are sorted by size.
+    In every second turn, items are assigned to programs in reverse order. This balances the work if
+    items are sorted by size.
     """
     program = tl.program_id(0)
     return turn * NUM_PROGRAMS + tl.where(turn % 2 == 0, program, NUM_PROGRAMS - 1 - program)
@@ -66,16 +66,13 @@ def pages_of(table, at, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def cast_to_pages(queries, cache):
-    """Convert queries to float16 if KV pages are float16, so that keys need no conversion."""
+    """Convert queries to float16 if KV pages are float16; keys then need no conversion."""
     return queries.to(tl.float16 if cache.dtype.element_ty == tl.float16 else queries.dtype)
 
 
 @triton.jit
 def empty_sums(NUM: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the online softmax's initial state: top, total, weighted sum of values, and unit.
-
-    See `add_block`.
-    """
+    """Return the online softmax's initial state: (top, total, mixed, unit) of `add_block`."""
     total = tl.zeros((NUM,), tl.float32)
     return total + MIN_TOP, total, tl.zeros((NUM, WIDTH), tl.float32), 1.0
 
@@ -87,8 +84,9 @@ def add_block(
 ):  # fmt: skip
     """Add a block of tokens to the online softmax of attention rows; return the new state.
 
-    `top` is the largest score so far, `total` the sum of weights, and `mixed` * `unit` the weighted
-    sum of values. A token's weight is 2^(FACTOR * score). With ALONE, a token's scale must not
+    The state is (top, total, mixed, unit): `top` is the largest score so far, `total` the sum of
+    weights, and `mixed` * `unit` the weighted sum of values. A token's weight is 2^(FACTOR *
+    score). With ALONE, values are multiplied by their scales first, so that a token's scale cannot
     change the rounding of other tokens' weights.
     """
     new_top = tl.maximum(top, tl.max(scores, 1))
@@ -113,7 +111,7 @@ def add_block(
 
 @triton.jit
 def write_result(slot, output, sums, tops, inside, is_pair, top, total, mixed):
-    """Write the attention of rows to `output`, or a context piece's sums to its slot.
+    """Write attention results: to `output`, or the sums of a context's piece to its slot.
 
     The merge kernel reads the sums of pieces.
     """
