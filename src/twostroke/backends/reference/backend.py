@@ -52,11 +52,10 @@ class ReferenceBackend:
     ) -> None:
         """Dequantize the Program's weights and reserve memory for its KV pages.
 
-        `num_states`: slots for recurrent states.
-
-        `tapped_value`: the name of an intermediate value that steps also return, for the rows from
-        which tokens are drawn; used for trained heads. `splits_sums`: whether the ranks of `mesh`
-        split sums (see `model.program.sums.split_sums`).
+        `num_states`: slots for recurrent states. `tapped_value`: the name of an intermediate value
+        that steps also return, for the rows from which tokens are drawn; used for trained heads.
+        `splits_sums`: whether the ranks of `mesh` split sums (see
+        `model.program.shard.split_sums`).
         """
         self._program, self._tapped_value, self._mesh = program, tapped_value, mesh
         sizes = {name: tensor.format.block_size for name, tensor in tensors.items()}

@@ -192,7 +192,7 @@ def _attention(op: ops.Attention, values: Mapping[str, Array], state: ReferenceS
 
 
 def first_visible(op: ops.Attention | ops.SplitKvAttention, span: RowSpan) -> int:
-    """Return the first position that a row of a span sees; earlier pages may have been freed."""
+    """Return the first position that any row of a span attends to; earlier pages may be freed."""
     if op.window is None:
         return 0
     first: int = first_seen(span.start, op.window, is_chunked=op.is_chunked)
@@ -206,9 +206,10 @@ def attention_scores(
     query_positions: NDArray[np.int64],
     key_positions: NDArray[np.int64],
 ) -> Array:
-    """Return attention scores (rows, heads, keys); minus infinity for keys that a row cannot see.
+    """Return attention scores (rows, heads, keys) of q and k.
 
-    q is (rows, heads, head_dim), and k is (keys, kv_heads, head_dim).
+    They are minus infinity for keys after the query, and for keys outside the window. q is (rows,
+    heads, head_dim), and k is (keys, kv_heads, head_dim).
     """
     hidden = query_positions[:, None] < key_positions
     if op.window is not None:
@@ -320,7 +321,7 @@ def _sum_terms(op: ops.SumTerms, x: Array, scores: Array) -> Array:
 
 
 def _softmax(scores: Array, sink: np.float32 | None = None) -> Array:
-    """Return the softmax of each row; the sum of a row includes a further score, `sink`."""
+    """Return the softmax of each row; with a `sink`, the sum of a row includes exp(sink)."""
     peak = scores.max(axis=1, keepdims=True)
     if sink is not None:
         peak = np.maximum(peak, sink)

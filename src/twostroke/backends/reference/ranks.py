@@ -32,7 +32,7 @@ def run_ranks(
 ) -> Values:
     """Compute a step on all ranks, one after another in this process, and return rank 0's values.
 
-    These are its values in `returned_names`, and its values that no operation reads.
+    The returned values are those in `returned_names`, and the outputs that no operation reads.
     """
     exchange = _Exchange()
     first: Values = {}
@@ -68,7 +68,7 @@ class _Exchange:
     ) -> Generator[bool, None, list[Any]]:
         """Wait for the contributions of all ranks of a team to a collective, and return them.
 
-        Yields True while some are missing, so that other ranks compute meanwhile.
+        Yields True while contributions are missing, so that other ranks compute meanwhile.
         """
         while any((op.exchange_name, member) not in self.contributions for member in op.team):
             yield True

@@ -45,9 +45,9 @@ class StateMemory:
         return self._memory[span.read_state, columns].copy()
 
     def write(self, span: RowSpan, layer: int, row: int, state: Array) -> None:
-        """Store the state after a row of the step, in a row span, if the row has a slot for it.
+        """Store the state after a row of a span, if the row has a slot for it.
 
-        Operations must call this for each row of the span.
+        `row` is a row of the step. Operations must call this for each row of the span.
         """
         index = row - span.rows.stop
         if index >= -len(span.write_states):
@@ -156,7 +156,7 @@ def mamba2(
 
 
 def _unit_heads(x: Array, op: ops.GatedDeltaRule) -> Array:
-    """Return the key head of each value head, divided by its length: (rows, heads, key_dim)."""
+    """Return, for each value head, its normalized key head of x: (rows, heads, key_dim)."""
     heads = x.reshape(len(x), op.num_key_heads, op.key_dim)
     squares = np.sum(heads * heads, axis=-1, keepdims=True, dtype=np.float32)
     lengths = np.sqrt(squares + np.float32(op.epsilon))

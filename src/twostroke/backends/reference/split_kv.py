@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 class PartialAttention(Frozen):
     """Attention of a span's rows to one KV split, before the results of all splits are merged.
 
-    `peak`: the largest score of each row and head; -inf if the row sees no token of the split.
+    `peak`: the largest score of each row and head; -inf if the row attends to no token of the
+    split.
     """
 
     peak: Array  # (rows, heads)
@@ -84,7 +85,7 @@ def merge_partials(
 
 
 def _visible_splits(op: SplitKvAttention, span: RowSpan) -> range:
-    """Return the indices of the KV splits that have tokens which a span's rows see, in order."""
+    """Return the indices of the KV splits that a span's rows attend to, in order."""
     return range(first_visible(op, span) // KV_SPLIT_TOKENS, -(-span.end // KV_SPLIT_TOKENS))
 
 
