@@ -3,19 +3,21 @@
 The native sampler (native/sample) draws the same token on every instruction set. Three rules make
 that possible:
 
-- Probabilities are compared and summed as integers. A token's weight is
-  `exp((logit - top) / temperature) * 2^40`, rounded, from a fixed sequence of float32 operations
-  (`weights`). Integer sums do not depend on their order. A token less likely than the likeliest by
-  a factor of 2^41 or more has weight 0 and is never drawn; weights are right to a few parts in a
+- Probabilities are compared and summed as integers. A token's weight is `exp((logit - top) /
+  temperature) * 2^40`, rounded, from a fixed sequence of float32 operations (`weights`). Integer
+  sums do not depend on their order. A token that is less likely than the likeliest token by a
+  factor of 2^41 or more has weight 0 and is never drawn. Weights are right to a few parts in a
   million, far closer than a model's logits.
-- Every truncation keeps a prefix of one order: larger logit first, lower id among equals.
-- The draw inverts the cumulative weight over ascending ids at `floor(bits * total / 2^64)`, where
-  `bits` are Philox4x32-10 keyed by the request's seed at the index of the output token. Nothing
-  else is random, so the batch, preemption and the order of work do not matter.
+- Tokens have one order: the larger logit first; of equal logits, the lower id. Every truncation
+  keeps the first tokens of this order.
+- The token is drawn at random by its weight: it is the first token, by ascending id, at which the
+  cumulative weight exceeds `floor(bits * total / 2^64)`. `bits` are Philox4x32-10 keyed by the
+  request's seed at the index of the output token. Nothing else is random, so the batch, preemption
+  and the order of work do not matter.
 
 A logit that is NaN counts as minus infinity, so a damaged value is never drawn. A row without a
-logit above minus infinity (all NaN, or all masked) gives `NO_TOKEN`, and only its request fails.
-Logits of plus infinity share the whole probability evenly.
+logit above minus infinity (all NaN, or all masked) gives `NO_TOKEN`, and only its request fails. If
+logits are plus infinity, their tokens share the whole probability evenly.
 """
 
 from __future__ import annotations
@@ -63,8 +65,8 @@ def draw_all(
 ) -> tuple[list[tuple[int, TokenLogprobs | None]], list[TokenLogprobs | None]]:
     """Draw all tokens of a step from logits; also score prompt tokens if requests ask for it.
 
-    `logits` (rows, vocab_size): the rows with logits, in the plan's order. Returns a pair (token,
-    log-probabilities) for each drawn token, and the log-probabilities of prompt tokens.
+    `logits` (rows, vocab_size): the rows with logits, in the plan's order. Returns ([(token,
+    log-probabilities) for each drawn token], [log-probabilities of each scored prompt token]).
     """
     draws: list[tuple[int, TokenLogprobs | None]] = []
     scores: list[TokenLogprobs | None] = []
@@ -95,7 +97,7 @@ def _masks(slice_: Slice) -> Sequence[NDArray[np.uint32] | None]:
 def _drafts_before(slice_: Slice) -> list[list[int]]:
     """Return, for each token that a slice draws, the draft tokens that precede it.
 
-    They come after the request's own tokens; the first drawn token has none.
+    These drafts follow the request's own tokens. No draft precedes the first drawn token.
     """
     parents = parents_of(len(slice_.drafts), slice_.branches)
     indices = range(ROOT, slice_.num_drawn + ROOT)  # of the draft before each drawn token
@@ -129,7 +131,7 @@ def draw(
 def score(request: Request, logits: NDArray[np.float32], token: int) -> TokenLogprobs | None:
     """Return the log-probabilities of a prompt token, if the request asks for them.
 
-    None if the request does not, or if no logit is above minus infinity.
+    None if the request does not ask, or if no logit is above minus infinity.
     """
     logits = np.where(np.isnan(logits), np.float32(-np.inf), logits)
     num_top = request.params.prompt_logprobs

@@ -81,11 +81,11 @@ RESULT = np.dtype(
 
 
 def columns_hash(row: np.dtype[np.void]) -> int:
-    """Return the hash of a row's columns: their names, types and order.
+    """Return a hash of a row's columns: their names, types and order.
 
-    The native libraries have the hash of the columns with which they were compiled
-    (`ts_sample_columns_hash`). Both hashes are FNV-1a with 64 bits, of a text such as
-    `tokens uint64;bias_ids uint64;`. Source: Fowler, Noll, Vo, Eastlake: "The FNV
+    Each native library has the hash of the columns with which it was compiled
+    (`ts_sample_columns_hash`), to be compared with this hash. Both are 64-bit FNV-1a hashes of a
+    text such as `tokens uint64;bias_ids uint64;`. Source: Fowler, Noll, Vo, Eastlake: "The FNV
     Non-Cryptographic Hash Algorithm" (IETF draft).
     """
     text = "".join(f"{name} {row[name].name};" for name in row.names or ())
@@ -112,9 +112,9 @@ class _History:
 class RowTable:
     """The native sampler's parameters of all requests: a table that is kept from step to step.
 
-    A request's parameters are written once. A step copies its rows out of the table, unless its
-    requests are the same as in the previous step, without penalties. For requests with penalties,
-    new tokens are appended to their histories.
+    A request's parameters are written once. A step copies its requests' rows out of the table,
+    except if it has the same requests as the previous step and none of them has penalties. For
+    requests with penalties, new tokens are appended to their histories.
     """
 
     def __init__(self) -> None:
@@ -145,12 +145,12 @@ class RowTable:
     ) -> Rows:
         """Return the native sampler's input for a step: an array with a `ROW` for each drawn token.
 
-        Without slices there is one row for each request, in the order of the requests.
+        Without `slices` there is one row for each request, in the order of the requests.
 
-        `slices[i]`: the slice of `requests[i]`; each of its drafts has a row, too, for the token
-        after it, and rows of scored tokens come before these. `num_tokens`: the number of tokens of
-        each request, if the caller knows it. The array and its pointers are valid until the next
-        call, or until a request is forgotten.
+        `slices[i]`: the slice of `requests[i]`. It has rows for the prompt tokens to score, then a
+        row for the next token, then a row for the token after each draft. `num_tokens`: the number
+        of tokens of each request, if the caller knows it. The array and its pointers are valid
+        until the next call, or until a request is forgotten.
         """
         if self._histories or requests != self._last:
             self._gather(requests)
