@@ -62,8 +62,8 @@ class TorchBackend:
         `num_states`: slots for recurrent states. `num_threads`: None leaves the choice to PyTorch.
         `tapped_value`: the name of an intermediate value that steps also return, for the rows from
         which tokens are drawn. `weight_shard`: this backend is one rank of several, which holds and
-        computes its part of the model. Ranks other than 0 only `follow`, and `tapped_value` can
-        only be the last hidden state.
+        computes its part of the model. On ranks other than 0, steps run only by `follow`, and
+        `tapped_value` can only be the last hidden state.
         """
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -189,9 +189,9 @@ class TorchBackend:
         """Return None: the bytes of KV pages are not accessible, because a GPU may hold them."""
 
     def forget(self, request: Request) -> None:
-        """Drop what this backend keeps of a finished request for other ranks.
+        """Drop this backend's state of a finished request.
 
-        Without other ranks it keeps nothing.
+        There is only such state if steps are sent to other ranks.
         """
         if self._steps is not None:
             self._steps.forget(request)

@@ -75,7 +75,7 @@ class TorchLink:
     def join(self, link: str) -> None:
         """Store the address that rank 0's `renew` returned; the first collective connects.
 
-        A rank that is lost before is only noticed then.
+        If a rank is lost before that, the first collective fails.
         """
         with self._busy:
             self._leave()

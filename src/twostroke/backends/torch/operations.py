@@ -29,10 +29,10 @@ class TorchStepState(Frozen):
     Values that other operations have computed are passed separately.
 
     `tokens`, `positions` (rows) and `sampled` (the rows with logits) are int64 on the weights'
-    device. `keeper` stores the step's keys and values, and returns the ones its rows see.
-    `recurrent` has the step's recurrent states, if the Program has any. With several ranks, this
-    rank reaches the others by its `link`, and computes part `row_part` of `num_row_parts` of the
-    rows.
+    device. `keeper` stores the step's keys and values, and returns the keys and values that its
+    rows attend to. `recurrent` has the step's recurrent states, if the Program has any. With
+    several ranks, this rank reaches the others by its `link`, and computes part `row_part` of
+    `num_row_parts` of the rows.
     """
 
     tokens: Tensor
@@ -58,8 +58,8 @@ def apply(  # noqa: C901, PLR0911, PLR0912 - a case for each operation
 ) -> Tensor:
     """Compute one operation of a Program; return its output, (rows, width).
 
-    `values`: the outputs of earlier operations, by name. They have the step's rows that this rank
-    computes, or all rows.
+    `values`: the outputs of earlier operations, by name. A value has all rows of the step, or only
+    the rows that this rank computes.
     """
     weights = state.weights
     match op:

@@ -1,4 +1,4 @@
-"""Keepers of keys and values: in pages between steps, or only within whole sequences."""
+"""Storage of keys and values: in KV pages for the engine, or per step for whole sequences."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class KvKeeper(Protocol):
 
 
 class WholeSequences:
-    """Keeps keys and values of whole sequences during one step, without KV pages, for training.
+    """Stores keys and values of whole sequences during one step, without KV pages, for training.
 
     Gradients flow through keys and values.
     """

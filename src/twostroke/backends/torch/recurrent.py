@@ -45,8 +45,8 @@ class TorchStateSlots:
 class RecurrentStep:
     """Reads and stores the recurrent states of one step, for the step's row spans.
 
-    A sequence is a row span. Sequences are ordered by their number of rows, the longest first, so
-    that the sequences which have a row i are the first ones.
+    A sequence is a row span. Sequences are ordered by their number of rows, the longest first. If
+    sequences have a row i, they are therefore the first sequences in this order.
     """
 
     def __init__(self, slots: TorchStateSlots, spans: Sequence[RowSpan]) -> None:
@@ -57,7 +57,7 @@ class RecurrentStep:
 
     @cached_property
     def rows(self) -> tuple[slice | Tensor, ...]:
-        """Row i of each sequence that has it, as rows of the step, for each i."""
+        """For each i, the row i of each sequence that has such a row, as rows of the step."""
         firsts = np.array([span.rows.start for span in self._spans], np.int64)
         counts = self._counts
         return tuple([self._index(firsts[counts > row] + row) for row in range(int(counts[0]))])
@@ -73,21 +73,27 @@ class RecurrentStep:
         return states
 
     def store(self, layer: int, row: int, states: Tensor) -> None:
-        """Store the states after row `row` of the sequences that keep the state after this row.
+        """Store the states after row `row`, for the sequences that have a slot for that state.
 
-        `states`: of the sequences that have this row, (sequences, values).
+        `states`: (sequences, values), of the sequences that have this row.
         """
         if row in self._stores:
             sequences, slots = self._stores[row]
             self._memory[layer][slots] = states[sequences]
 
     def store_windows(self, layer: int, rows: Tensor, num_before: int) -> None:
-        """Store `num_before` rows as each state, of a short convolution that has read `rows`."""
+        """Store the states of a short convolution that has read `rows`.
+
+        A state is the last `num_before` rows.
+        """
         windows = self.windows(num_before)
         self._memory[layer][windows.slots] = rows[windows.stored].flatten(1)
 
     def windows(self, num_before: int) -> _Windows:
-        """Return which rows a short convolution reads whose state has `num_before` rows."""
+        """Return which rows a short convolution reads and stores.
+
+        Its state has `num_before` rows.
+        """
         if num_before not in self._windows:
             self._windows[num_before] = self._find_windows(num_before)
         return self._windows[num_before]
@@ -116,7 +122,7 @@ class RecurrentStep:
 
     @cached_property
     def _stores(self) -> dict[int, tuple[Tensor, Tensor]]:
-        """By row: the sequences that keep the state after this row, and the slots for it."""
+        """For each row: the sequences that store the state after this row, and the slots for it."""
         by_row: dict[int, list[tuple[int, int]]] = {}
         for number, span in enumerate(self._spans):
             for row, slot in _stored_rows(span):
@@ -147,9 +153,10 @@ class RecurrentStep:
 class _Windows(NamedTuple):
     """Which rows a short convolution reads and stores.
 
-    Indices are of the rows of all states, one sequence after another, and then the rows of the
-    step. `read` (rows, rows of a state + 1) has the rows up to each row of the step, `stored`
-    (states, rows of a state) the rows of each state to store, and `slots` (states) its slot.
+    Indices count the rows of all read states, one sequence after another, and then the rows of the
+    step. `read` (rows of the step, rows of a state + 1) has, for each row, its own index and the
+    indices of the rows before it. `stored` (states, rows of a state) has the rows of each state to
+    store, and `slots` (states) its slot.
     """
 
     read: Tensor
@@ -164,7 +171,7 @@ def _stored_rows(span: RowSpan) -> list[tuple[int, int]]:
 
 
 def new_sequence(program: Program, num_rows: int, device: torch.device) -> RecurrentStep:
-    """Return the recurrent states of a step that computes one new sequence, and keeps no state."""
+    """Return the recurrent states of a step that computes one new sequence, and stores no state."""
     span = RowSpan(slice(0, num_rows), 0, np.zeros((0, 0), np.int64), write_states=(0,))
     return RecurrentStep(TorchStateSlots(program, 1, device), [span])
 
@@ -195,9 +202,11 @@ def gated_delta_rule(
     """Compute the gated delta rule row by row (see `ops.GatedDeltaRule`).
 
     `values`: queries, keys and values (rows, in_width), decays (rows, value heads or channels of
-    all heads) and strengths (rows, value heads). Only functions and products are used here whose
-    rounding does not depend on the number of rows and sequences; PyTorch's sigmoid and softplus
-    round the last of many numbers otherwise.
+    all heads) and strengths (rows, value heads).
+
+    Only functions and products are used whose rounding does not depend on the number of rows and
+    sequences. PyTorch's sigmoid and softplus do not qualify: they round the last numbers of a large
+    array differently.
     """
     x, decay, strength = values
     own_heads = slice(op.first_head, op.first_head + op.num_value_heads)
@@ -268,7 +277,7 @@ def _softplus(x: Tensor) -> Tensor:
 
 
 def _unit_heads(x: Tensor, op: ops.GatedDeltaRule) -> Tensor:
-    """Return the key head of each value head, divided by its length: (rows, heads, key_dim)."""
+    """Return, for each value head, its normalized key head of x: (rows, heads, key_dim)."""
     heads = x.reshape(len(x), op.num_key_heads, op.key_dim)
     lengths = (heads.square().sum(dim=-1, keepdim=True) + op.epsilon).sqrt()
     key_heads = [op.key_head(head) for head in op.value_heads]
