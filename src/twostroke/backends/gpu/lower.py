@@ -405,7 +405,7 @@ class _GpuLowering:
         return self._heads.pop(name, None) or QkvSource(self._columns_of(name))
 
     def _columns_of(self, name: str) -> BufferColumns:
-        """Return the buffer columns of a value; emit the sum or norm that computes it, if pending."""
+        """Return the buffer columns of a value; first emit a pending sum or norm for it."""
         if self._sum is not None and self._sum.output == name:
             self._emit_sum()
         if name in self._post:
