@@ -1,4 +1,4 @@
-"""Streamed answers: reads their events as they arrive, and keeps the time of each chunk."""
+"""Streamed answers: reads their events as they arrive, and stores the time of each chunk."""
 
 from __future__ import annotations
 
@@ -41,21 +41,22 @@ class MeasuredAnswer(Frozen):
     """One request of a run, as the client saw it; times are in seconds since the run's start.
 
     Attributes:
-        log: the times and counts from which latencies follow.
+        log: the times and counts from which latencies are computed.
         number: the number of the request in its load.
         ended_s: when the last byte of the response came.
         wanted_prompt: tokens that the prompt should have; 0 if unknown.
         max_output: the limit of the answer's tokens that was sent; 0 for none.
-        first_reasoning_s, first_content_s: times of the first token of each kind; None without.
+        first_reasoning_s, first_content_s: times of the first token of reasoning and of content;
+            None without such a token.
         chunk_times_s: when each chunk with tokens came.
-        chunk_tokens: tokens of each chunk by the server's own running count; empty if unknown.
-        empty_chunk_times_s: when each chunk with a choice but without tokens came, such as the role
-            at the start and the reason at the end.
+        chunk_tokens: tokens of each chunk by the server's running count; empty if unknown.
+        empty_chunk_times_s: when each chunk with a choice but without tokens came, such as a first
+            chunk with the role and a last chunk with the finish reason.
         has_usage: whether the server reported its counts of tokens.
         finish_reason: as the server reported it.
         failure: why the request failed, in few words; empty if it is completed.
         message: the error's text.
-        text: the answer; kept for a few requests only, to check counts of tokens.
+        text: the answer; only stored for a few requests, to check counts of tokens.
         turn: the turn of a conversation, from 1 on; 0 outside conversations.
         num_reusable: tokens of the prompt that the conversation's last request computed.
         reports_cached: whether the server reported how many prompt tokens were cached.
@@ -137,15 +138,17 @@ class ReceivedAnswer:
     """Receives one streamed answer.
 
     Attributes:
-        chunk_times_s, chunk_tokens: of chunks with tokens; the counts are the server's.
-        empty_chunk_times_s: of chunks with a choice, but without tokens.
+        chunk_times_s, chunk_tokens: times and token counts of chunks with tokens; the counts are
+            the server's.
+        empty_chunk_times_s: times of chunks with a choice, but without tokens.
         last_s: when the last byte came.
     """
 
     def __init__(self, *, keeps_text: bool, keeps_reply: bool = False) -> None:
         """Create a receiver.
 
-        With `keeps_text` it keeps the answer's text, and with `keeps_reply` the message.
+        With `keeps_text` it stores the answer's text, and with `keeps_reply` the answer as a
+        message.
         """
         self.chunk_times_s: list[float] = []
         self.chunk_tokens: list[int] = []
@@ -167,7 +170,7 @@ class ReceivedAnswer:
         self._message = ""
 
     def begin(self, head: Head) -> None:
-        """Take the status and the kind of the response."""
+        """Take the status and the content type of the response."""
         self.status = head.status
         self._is_stream = head.status == 200 and b"event-stream" in head.media_type
 
@@ -292,7 +295,10 @@ class ReceivedAnswer:
             self.empty_chunk_times_s.append(at_s)
 
     def _take_text(self, choice: _ChunkChoice, at_s: float) -> bool:
-        """Return whether a choice has text, reasoning or a part of a tool call."""
+        """Take the text of a choice that came at `at_s`.
+
+        Returns whether it has text, reasoning or a part of a tool call.
+        """
         delta = choice.delta
         if delta is None:
             reasoning, content = None, choice.text

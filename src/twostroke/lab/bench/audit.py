@@ -50,13 +50,14 @@ class RunFacts(Frozen):
         load_changes: whether the load is meant to change, as a trace's load is.
         shares_prefixes: whether prompts were meant to share prefixes.
         wants_lengths: whether answers were asked to have exact lengths.
-        ignores_end: whether the endpoint takes `ignore_eos`.
+        ignores_end: whether the endpoint accepts `ignore_eos`.
         has_usage: whether the endpoint reports counts of tokens.
         context_length: most tokens of a prompt and its answer; 0 if unknown.
-        lacks_tools: whether tool calls were wanted, and the endpoint has no tools.
-        prompt_overhead: tokens of each prompt that all share, such as the chat template's.
+        lacks_tools: whether tool calls were wanted, but the endpoint does not support tools.
+        prompt_overhead: tokens that every prompt has besides its text, such as the chat template's.
         client_share: processor time of the client, as a share of one core.
-        tokenized: tokens of some answers' texts by the endpoint's tokenizer, by request number.
+        tokenized: for some answers, the tokens of their texts by the endpoint's tokenizer, by
+            request number.
     """
 
     is_open: bool
@@ -75,7 +76,7 @@ class RunFacts(Frozen):
 
 
 class AuditFinding(Frozen):
-    """A reason not to trust a run, or to read it with care.
+    """A reason not to trust a run, or to read its figures with care.
 
     Attributes:
         name: the reason in two or three words.
@@ -89,7 +90,7 @@ class AuditFinding(Frozen):
 
 
 class RunAudit(Frozen):
-    """The findings about a run, the fatal first."""
+    """The findings about a run; fatal findings come first."""
 
     findings: tuple[AuditFinding, ...]
 
@@ -110,7 +111,7 @@ class RunAudit(Frozen):
 
 
 def audit_run(answers: Sequence[MeasuredAnswer], report: BenchReport, facts: RunFacts) -> RunAudit:
-    """Return the findings about a run of at least one request."""
+    """Return the findings about a run, which has at least one request."""
     completed = [answer for answer in answers if answer.is_completed]
     findings = [
         *_client_findings(report, facts),
@@ -199,9 +200,9 @@ def _load_findings(
 def _drift_findings(
     answers: Sequence[MeasuredAnswer], completed: Sequence[MeasuredAnswer], facts: RunFacts
 ) -> Iterator[AuditFinding]:
-    """Compare the first with the last third of the window; under a steady load they are the same.
+    """Compare the first and the last third of the steady window; yield a finding if they differ.
 
-    Under a load that is meant to change, such as a trace's, a drift is only a remark.
+    Under a load that is meant to change, such as a trace's, a drift is not fatal.
     """
     begin_s, end_s = steady_window([answer.log for answer in answers])
     third_s = (end_s - begin_s) / 3
@@ -349,7 +350,8 @@ def _output_findings(
 def _fills_context(answer: MeasuredAnswer, facts: RunFacts) -> bool:
     """Whether an answer ended before its limit of tokens because the model's context was full.
 
-    If the context length is unknown, the number of chunks must agree with the server's count.
+    If the context length is unknown, this is assumed when the server reported as many tokens as
+    chunks came.
     """
     log = answer.log
     is_short = log.num_output < answer.max_output and answer.finish_reason == "length"
@@ -361,7 +363,7 @@ def _fills_context(answer: MeasuredAnswer, facts: RunFacts) -> bool:
 
 
 def _contradiction(answer: MeasuredAnswer, facts: RunFacts) -> str:
-    """Return how an answer contradicts its count of tokens; empty if it does not."""
+    """Return how an answer contradicts its reported number of tokens; empty if it does not."""
     if not answer.has_usage:
         return ""
     count, limit, num_chunks = answer.log.num_output, answer.max_output, len(answer.chunk_times_s)

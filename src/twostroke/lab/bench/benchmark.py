@@ -1,4 +1,4 @@
-"""Runs a benchmark of an endpoint: asks it, sends the load, reports, audits."""
+"""Runs a benchmark: asks the endpoint for its facts, sends the load, reports and audits."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class BenchLoad(Frozen):
         workload: arrival times and lengths. With `prompts`, only the times are used.
         limits: clients of a closed loop, and the duration.
         changes: whether the load is meant to change, as a trace's load is.
-        prompts: the prompts of a file; empty for texts of the workload's lengths.
+        prompts: the prompts of a file; empty if texts of the workload's lengths are sent.
         max_output: the most tokens of an answer to a prompt of a file.
-        conversation: how requests form conversations; None for requests apart.
-        keeps_texts: whether the endpoint's tokenizer counts the tokens of all answers after the
-            run, and not only of a few.
+        conversation: how requests form conversations; None for independent requests.
+        keeps_texts: whether all texts are stored, so that the endpoint's tokenizer counts the
+            tokens of all answers after the run; otherwise of a few.
     """
 
     workload: Workload
@@ -96,7 +96,10 @@ class BenchLoad(Frozen):
         return bool(self.prompts) or any(a.blocks or a.num_shared for a in arrivals)
 
     def source(self, facts: EndpointFacts, salt: int) -> RequestSource:
-        """Return the requests in the form that an endpoint takes."""
+        """Return the requests in the form that the endpoint with these `facts` accepts.
+
+        `salt` makes the prompts differ from the prompts of other runs.
+        """
         if self.prompts:
             times_s = tuple(arrival.at_s for arrival in self.workload.arrivals)
             return DatasetSource(
@@ -137,10 +140,10 @@ class Benchmark:
         command: str = "",
         trust: TlsTrust = TlsTrust(),  # noqa: B008 - it is frozen
     ) -> None:
-        """Prepare a benchmark of the endpoint at `url`, in the form that the user wants.
+        """Prepare a benchmark of the endpoint at `url`, with requests of the given form.
 
-        `machine` describes the endpoint's machine. `command` is for the record.
-        `trust` says which certificates are accepted.
+        `machine` describes the endpoint's machine. `command` is stored in the record. `trust` says
+        which certificates are accepted.
 
         Raises:
             UsageError: `url` is not the URL of a server; or energy must be counted, and cannot be.
@@ -162,7 +165,10 @@ class Benchmark:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def stop(self) -> None:
-        """End the run now, from any thread or signal handler; its answers so far are reported."""
+        """End the run now; the answers so far are reported.
+
+        May be called from any thread or signal handler.
+        """
         self.is_stopped = True
         if self._loop is not None and self._runner is not None:
             self._loop.call_soon_threadsafe(self._runner.stop)
@@ -192,8 +198,8 @@ class Benchmark:
         Raises:
             EndpointRefusedError: the endpoint cannot be measured.
             KeyboardInterrupt: `stop` was called before the first answer.
-            UsageError: the endpoint has several models, and none was named; or the duration ends
-                before the first request.
+            UsageError: the endpoint has several models, and the user named none; or the duration
+                ends before the first request.
         """
         raise_open_file_limit()
         if self._endpoint is None:
@@ -269,14 +275,21 @@ class Benchmark:
         )
 
     async def wait_until_idle(self) -> None:
-        """Wait until the endpoint answers a short prompt, after a load that was given up."""
+        """Wait until the endpoint answers a short prompt.
+
+        This is for the time after a run that ended early, while the endpoint still has its
+        requests.
+        """
         if self._endpoint is not None:
             await send_short_prompt(self._client, self._endpoint.form)
 
     async def _tokenize(
         self, answers: Sequence[MeasuredAnswer], endpoint: EndpointFacts
     ) -> dict[int, int]:
-        """Return the tokens of some answers' texts by the endpoint's tokenizer, by number."""
+        """Return how many tokens some answers' texts have, by request number.
+
+        The endpoint's tokenizer counts them.
+        """
         counts: dict[int, int] = {}
         if not endpoint.has_tokenizer:
             return counts

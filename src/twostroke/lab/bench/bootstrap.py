@@ -1,7 +1,7 @@
 """Bootstrap intervals: how much a figure would differ if the same run were repeated.
 
-Whole requests are drawn again, because the gaps between the chunks of one answer are not
-independent of each other.
+Complete requests are resampled, not single values, because the gaps between the chunks of one
+answer are not independent of each other.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _SEED: Final = 0
 
 
 class PooledValues:
-    """Values of a run, such as latencies: one of each request, or several."""
+    """Values of all requests of a run, such as latencies; a request may have several values."""
 
     def __init__(self, values: Sequence[float], owners: Sequence[int] | None = None) -> None:
         """Pool values.
 
-        `owners` has the number of each value's request; by default each has its own.
+        `owners` has the number of each value's request; None: each value is of another request.
         """
         pooled = np.asarray(values, np.float64)
         requests = np.arange(len(pooled)) if owners is None else np.asarray(owners)
@@ -50,14 +50,15 @@ class PooledValues:
         return float(self.ordered.mean())
 
     def quantiles(self, shares: Sequence[float]) -> np.ndarray:
-        """Return the quantiles of the values: (shares,)."""
+        """Return the quantiles of the values at each of `shares`: (shares,)."""
         quantiles: np.ndarray = np.quantile(self.ordered, shares)
         return quantiles
 
     def resampled(self, shares: Sequence[float]) -> np.ndarray:
         """Return quantiles of resampled runs: (resamples, shares).
 
-        Each run's requests are drawn with replacement; every call uses the same seed.
+        The requests of each resampled run are drawn with replacement; every call uses the same
+        seed.
         """
         rng = np.random.default_rng(_SEED)
         count = self._num_owners
@@ -73,7 +74,7 @@ class PooledValues:
 
 
 def interval(resampled: np.ndarray, level: float) -> tuple[float, float]:
-    """Return the interval in which the share `level` of resampled figures lies, the middle ones."""
+    """Return the interval of the middle resampled figures: a share `level` of them is inside."""
     low, high = np.quantile(resampled, ((1 - level) / 2, (1 + level) / 2))
     return float(low), float(high)
 

@@ -50,10 +50,11 @@ class LoadPoint(Frozen):
         num_clients: clients of a closed loop; None for an open loop.
         num_requests: requests that were planned.
         mean_e2e_s: mean time of a completed request; infinite if none completed.
-        good: requests that met the objectives; None without objectives.
+        good: the share of requests that met the objectives, with its interval; None without
+            objectives.
         is_growing: whether more requests arrived than ended.
-        is_client_limited: whether requests missed the objectives because of the client, or it
-            used up its core.
+        is_client_limited: whether the client used up its core, or requests missed the objectives
+            because of the client.
     """
 
     rate: float | None
@@ -65,7 +66,7 @@ class LoadPoint(Frozen):
     is_client_limited: bool = False
 
     def meets(self, share: float) -> bool:
-        """Whether at least this share of requests met the objectives, and no queue grew."""
+        """Whether at least `share` of the requests met the objectives, and no queue grew."""
         return self.good is not None and self.good.value >= share and not self.is_growing
 
     def surely_meets(self, share: float) -> bool:
@@ -73,19 +74,19 @@ class LoadPoint(Frozen):
         return self.meets(share) and self.good is not None and self.good.low >= share
 
     def surely_misses(self, share: float) -> bool:
-        """Whether the load misses the objectives by more than chance."""
+        """Whether the load misses the objectives by more than chance, or a queue grew."""
         return self.is_growing or (self.good is not None and self.good.high < share)
 
 
 class GoodputCapacity(Frozen):
-    """The result of a search.
+    """The result of a search for the goodput capacity.
 
     Attributes:
         rate: the highest measured rate at which enough requests met the objectives; None if there
             is none.
-        low, high: the interval: the highest rate that met the objectives by more than chance, and
-            the lowest that missed them by more than chance. `low` is 0 and `high` is None if no
-            measured rate did.
+        low, high: the interval of the capacity: the highest rate that met the objectives by more
+            than chance, and the lowest rate that missed them by more than chance. Without such a
+            rate, `low` is 0 and `high` is None.
         share: the share of requests that must meet the objectives.
         end: why the search ended, such as `CAPACITY_FOUND`.
     """
@@ -98,7 +99,7 @@ class GoodputCapacity(Frozen):
 
     @property
     def is_known(self) -> bool:
-        """Whether the search found the capacity, and not only a bound."""
+        """Whether the search found the capacity, and not only a bound of it."""
         return self.end == CAPACITY_FOUND
 
 
@@ -107,14 +108,14 @@ class SearchInterruptedError(Exception):
 
 
 class CapacitySearch:
-    """A search by doubling and bisection.
+    """A search for the capacity, by doubling and bisection of the rate.
 
     Attributes:
         points: the loads measured so far.
     """
 
     def __init__(self, measure: MeasureRate, share: float) -> None:
-        """Search by calling `measure` with rates; `share` of the requests must be good."""
+        """Search by calling `measure` with rates; `share` of requests must meet the objectives."""
         self._measure_rate = measure
         self._share = share
         self._alone: LoadPoint | None = None  # one request at a time
@@ -123,8 +124,8 @@ class CapacitySearch:
     async def run(self, start_rate: float | None = None) -> GoodputCapacity:
         """Return the capacity.
 
-        The search begins with one request at a time. The first rate is `start_rate`; by default
-        one request in the mean time of a request.
+        First a closed loop with one request at a time is measured. Then rates are measured. The
+        first rate is `start_rate`; by default, one request in the mean time of a request.
         """
         try:
             return self.result(await self._search(start_rate))
@@ -144,7 +145,7 @@ class CapacitySearch:
         return end or await self._bisect()
 
     async def _raise_rate(self, point: LoadPoint) -> str:
-        """Double the rate until a load misses the objectives; return why that is impossible."""
+        """Double the rate until a load misses the objectives; if that fails, return why."""
         assert self._alone is not None
         for _ in range(_MAX_DOUBLINGS):
             rate = 2 * (point.rate or 0.0)
@@ -156,7 +157,7 @@ class CapacitySearch:
         return TOO_FEW_REQUESTS
 
     async def _lower_rate(self, point: LoadPoint) -> str:
-        """Halve the rate until a load meets the objectives; return why that is impossible."""
+        """Halve the rate until a load meets the objectives; if that fails, return why."""
         for _ in range(_MAX_HALVINGS):
             point = await self._measure((point.rate or 0.0) / 2)
             if self._meets(point):
@@ -173,7 +174,7 @@ class CapacitySearch:
         return CAPACITY_FOUND
 
     def _bracket(self) -> tuple[float, float]:
-        """Return the highest rate below the first that misses, and the first that misses."""
+        """Return the lowest rate that misses the objectives, after the highest good rate below it."""
         rates = [(point.rate, self._meets(point)) for point in self.points if point.rate]
         high = min((rate for rate, meets in rates if not meets), default=math.inf)
         low = max((rate for rate, meets in rates if meets and rate < high), default=0.0)
@@ -204,11 +205,11 @@ class CapacitySearch:
 
 
 def estimate_share(are_good: Sequence[bool]) -> ShareEstimate:
-    """Return the share of good requests, which are in the order of their arrival.
+    """Return the share of good requests, with its interval.
 
-    The interval is Wilson's. Requests that wait in the same queue succeed or fail together: where
-    the shares of consecutive blocks differ by more than chance, the interval
-    is as wide as with fewer requests.
+    `are_good` is in the order of arrival. The interval is Wilson's. Requests that wait in the same
+    queue succeed or fail together. If the shares of consecutive blocks of requests therefore differ
+    by more than chance, the interval is as wide as with fewer requests.
     """
     values = np.asarray(are_good, np.float64)
     share, count = float(values.mean()), float(len(values))

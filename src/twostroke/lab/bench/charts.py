@@ -59,8 +59,8 @@ def fit_ttft(completed: Sequence[MeasuredAnswer]) -> LengthFit | None:
     """Return the line of TTFT by input length; None if lengths are equal or requests are few.
 
     The slope is the median of the slopes between pairs of requests (Theil and Sen), so that a few
-    requests that waited in a queue do not change it. Inputs are left out if more than a tenth of
-    them was cached.
+    requests that waited in a queue do not change it. Requests are left out if more than a tenth of
+    their input was cached.
     """
     logs = [answer.log for answer in completed]
     logs = [log for log in logs if log.num_cached <= _MAX_CACHED_SHARE * log.num_prompt]
@@ -101,9 +101,9 @@ def itl_over_time(completed: Sequence[MeasuredAnswer]) -> TimeBins | None:
 
 
 def requests_over_time(answers: Sequence[MeasuredAnswer]) -> TimeBins:
-    """Return requests per minute that arrive, complete and fail over time, and those in progress.
+    """Return, over time, the requests per minute that arrive, complete and fail.
 
-    `answers` has at least one request.
+    The number of requests in progress is also returned. `answers` has at least one request.
     """
     arrivals_s = np.array([answer.log.timings.arrival_s for answer in answers])
     ends_s = np.array([max(a.ended_s, a.log.timings.arrival_s) for a in answers])
@@ -130,8 +130,8 @@ def requests_over_time(answers: Sequence[MeasuredAnswer]) -> TimeBins:
 def knee_of(reports: Sequence[BenchReport]) -> int | None:
     """Return the index of the knee of a sweep: the load with the most throughput per latency.
 
-    This is the load of the greatest *power* (Kleinrock, 1979): output tokens per second over the
-    mean E2E. A higher load adds more latency than throughput. None with fewer than three loads.
+    It is the load of the greatest *power* (Kleinrock, 1979): output tokens per second divided by
+    the mean E2E. A higher load adds more latency than throughput. None with fewer than three loads.
     """
     powers = [
         report.run.output_per_s / report.run.latencies["e2e"].mean

@@ -34,7 +34,7 @@ _MAX_RATE_RATIO: Final = 1.1  # of the rates of two loads that count as the same
 
 
 class FigureChange(Frozen):
-    """A figure of two runs.
+    """A figure of two runs, and its difference.
 
     Attributes:
         title: the figure's name.
@@ -69,8 +69,8 @@ class LoadComparison(Frozen):
     Attributes:
         load: the load in a few words.
         different_loads: differences between the loads, as `different_loads` returns them.
-        changes: the figures.
-        verdicts: the audits' first lines, before and after.
+        changes: the figures of both runs.
+        verdicts: the first line of each run's audit, before and after.
     """
 
     load: str
@@ -89,7 +89,7 @@ def compare_loads(
 ) -> tuple[LoadComparison, ...]:
     """Return the comparison of each load that two runs or sweeps have in common.
 
-    Two single runs are compared also if their rates or numbers of clients differ.
+    Two single runs are compared even if their rates or numbers of clients differ.
 
     Raises:
         UsageError: no load is in both, or a run has fewer than 10 completed requests.

@@ -1,4 +1,4 @@
-"""Conversations of several turns, and agents that call tools: each request has the real history."""
+"""Conversations of several turns, and agents that call tools: requests contain the real history."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ TOOLS: Final = [
 class ConversationShape(Frozen):
     """How the requests of a conversation follow each other.
 
-    A turn is a message of the user, then `num_calls` tool calls with their results, and last the
-    answer. Each call and the answer are a request.
+    A turn is a message of the user, then `num_calls` tool calls with their results, then the
+    answer. Each tool call, and the answer, is the result of one request.
 
     Attributes:
         num_turns: turns of a conversation.
@@ -76,7 +76,7 @@ class ConversationShape(Frozen):
 
 
 class ConversationSource:
-    """Requests of conversations; each next request needs the answer of the one before."""
+    """Requests of conversations; each further request needs the answer to the previous one."""
 
     def __init__(
         self,
@@ -87,10 +87,10 @@ class ConversationSource:
         *,
         has_tools: bool,
     ) -> None:
-        """Make conversations of a workload, which has an arrival for each request.
+        """Make conversations from a workload that has an arrival for each request.
 
-        The arrivals have the lengths of messages and answers; the first of a conversation says when
-        it starts. Without `has_tools`, calls and results are sent as plain messages.
+        The arrivals have the lengths of messages and answers. A conversation starts at the time of
+        its first arrival. Without `has_tools`, calls and results are sent as plain messages.
 
         Raises:
             UsageError: the API is not chat.
@@ -118,7 +118,7 @@ class ConversationSource:
         return len(self._workload.arrivals) // self._shape.num_requests
 
     def at_s(self, number: int) -> float:
-        """When a conversation starts, in seconds after the start."""
+        """Return when a conversation starts, in seconds after the start of the run."""
         return self._workload.arrivals[number * self._shape.num_requests].at_s
 
     def request(self, number: int) -> PlannedRequest:
@@ -186,7 +186,7 @@ class TurnFigures(Frozen):
         mean_prompt: mean tokens of a prompt.
         cached_share: share of the prompt tokens that came from the prefix cache, as the server
             reports.
-        reusable_share: share of the prompt tokens that the request before had computed.
+        reusable_share: share of the prompt tokens that the previous request had computed.
         ttft_p50_s, ttft_p90_s: TTFT.
         tpot_p50_s: TPOT; None if all answers have one token.
     """

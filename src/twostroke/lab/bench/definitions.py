@@ -1,7 +1,7 @@
 """The figures of one run by the definitions of other load generators, side by side.
 
-Read in the sources of vLLM 0.32 (`vllm bench serve`), aiperf 0.13, guidellm 0.8.1 and
-inference-perf 0.5.0. Latencies are of completed requests.
+The definitions were read in the sources of vLLM 0.32 (`vllm bench serve`), aiperf 0.13, guidellm
+0.8.1 and inference-perf 0.5.0. Latencies are of completed requests.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class WeightedValues(Frozen):
 def defined_figures(
     answers: Sequence[MeasuredAnswer], report: BenchReport, own_counts: Mapping[int, int]
 ) -> list[DefinedFigure]:
-    """Return the figures of a run of at least one completed request by each definition.
+    """Return the figures of a run by each definition; the run has a completed request.
 
-    `own_counts` has output tokens by a tokenizer, by the number of the request; aiperf and
+    `own_counts` has output tokens counted by a tokenizer, by the number of the request; aiperf and
     inference-perf count so by default. For other requests, the server's count is used.
     """
     completed = [answer for answer in answers if answer.is_completed]
@@ -114,7 +114,7 @@ def _vllm_latencies(completed: Sequence[MeasuredAnswer]) -> dict[str, WeightedVa
 def _aiperf_latencies(
     completed: Sequence[MeasuredAnswer], own_counts: Mapping[int, int]
 ) -> dict[str, WeightedValues]:
-    """Return latencies as aiperf: its ITL is our TPOT, and its ICL the gaps between chunks."""
+    """Return latencies as aiperf: its ITL is our TPOT, and its ICL is the gaps between chunks."""
     ttft, tpot, gaps, e2e = [], [], [], []
     for answer in completed:
         first_s, last_s = answer.chunk_times_s[0], answer.chunk_times_s[-1]
@@ -128,7 +128,7 @@ def _aiperf_latencies(
 
 
 def _guidellm_latencies(completed: Sequence[MeasuredAnswer]) -> dict[str, WeightedValues]:
-    """Return latencies as GuideLLM: TPOT counts from the request, ITL from the first token."""
+    """Return latencies as GuideLLM: TPOT counts from the sending, ITL from the first token."""
     ttft, e2e, itl, tpot = [], [], [], []
     tokens, further_tokens = [], []
     for answer in completed:
@@ -150,7 +150,7 @@ def _guidellm_latencies(completed: Sequence[MeasuredAnswer]) -> dict[str, Weight
 def _inference_perf_latencies(
     completed: Sequence[MeasuredAnswer], own_counts: Mapping[int, int]
 ) -> dict[str, WeightedValues]:
-    """Return latencies as inference-perf: gaps between the tokens of a chunk are 0."""
+    """Return latencies as inference-perf: the gaps between tokens of the same chunk are 0."""
     ttft, tpot, itl, e2e = [], [], [], []
     for answer in completed:
         times_s = answer.chunk_times_s
@@ -173,7 +173,7 @@ def _by_name(**latencies: Sequence[float]) -> dict[str, WeightedValues]:
 def _rates(
     completed: Sequence[MeasuredAnswer], report: BenchReport, own_counts: Mapping[int, int]
 ) -> list[DefinedFigure]:
-    """Return the rates: ours are of the steady window, and the others of the whole run."""
+    """Return the rates: Twostroke's of the steady window, and other tools' of the whole run."""
     first_s = min(answer.log.sent_s for answer in completed)
     last_token_s = max(answer.log.timings.last_token_s for answer in completed)
     ended_s = max(answer.ended_s for answer in completed)

@@ -1,7 +1,7 @@
 """An HTTP client of an endpoint that stamps every received part with its time.
 
-The router's connections hand a body on when a task reads it. A measurement needs the time at which
-the bytes came, so these connections call a receiver at once.
+In the router's connections, a body waits until a task reads it. A measurement needs the time at
+which the bytes came, so the connections here call a receiver at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TIMEOUT: Final = "timeout"
 
 
 class ExchangeError(Exception):
-    """A request that got no whole response.
+    """A request that got no complete response.
 
     Attributes:
         kind: the reason in few words; failures are counted by it.
@@ -58,12 +58,12 @@ class WholeBody:
     """A receiver that collects a short response, such as a list of models."""
 
     def __init__(self) -> None:
-        """Create a receiver that has got nothing yet."""
+        """Create a receiver without a response."""
         self.status = 0
         self.body = b""
 
     def begin(self, head: Head) -> None:
-        """Keep the status."""
+        """Store the status of the response."""
         self.status = head.status
 
     def take(self, data: bytes, at_s: float) -> None:
@@ -117,10 +117,10 @@ class EndpointClient:
         """Create a client without connections.
 
         Args:
-            address: where the endpoint is.
+            address: the endpoint's address.
             key: the API key; None if the endpoint needs none.
             now_s: returns the time, for the stamps of received bytes.
-            timeout_s: the longest time of a request; later it fails.
+            timeout_s: the longest time of a request; then it fails.
             trust: which certificates of the endpoint are accepted.
 
         Raises:
@@ -177,10 +177,10 @@ class EndpointClient:
             raise ExchangeError(TIMEOUT, f"longer than {self._timeout_s:g} s") from None
 
     async def _try(self, data: bytes, receiver: Receiver) -> bool:
-        """Send a request on one connection; return False if the connection was closed before.
+        """Send a request on one connection; return False if the endpoint has closed it meanwhile.
 
-        Servers close connections that are idle. That they have done so may be seen only when the
-        next request is sent.
+        Servers close idle connections. A client may notice that only when it sends the next
+        request.
         """
         is_reused = bool(self._idle)
         connection = self._idle.pop() if is_reused else await self._connect()
@@ -290,7 +290,7 @@ class EndpointConnection(asyncio.Protocol):
             self._end.set_result(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the request: a body that lasts until the connection's end is whole, others fail."""
+        """End the request: a body whose end is the connection's end is complete; others fail."""
         self._client.forget(self)
         if exc is None and self._reader.close():
             if self._end is not None and not self._end.done():

@@ -69,10 +69,10 @@ class EnergyCounter(Protocol):
 
 
 class RaplCounter:
-    """A zone of RAPL, such as a processor's package; its files are in a folder of powercap."""
+    """A zone of RAPL, such as a processor's package; its counter is in a folder of powercap."""
 
     def __init__(self, folder: Path) -> None:
-        """Find the zone's name and range; OSError if the folder has none."""
+        """Read the zone's name and range; raise OSError if the folder has none."""
         self._file = folder / "energy_uj"
         package = "" if folder.name.count(":") == 1 else f" of zone {folder.name.split(':')[1]}"
         self.part = (folder / "name").read_text().strip() + package
@@ -86,12 +86,12 @@ class RaplCounter:
 
 
 class NvmlCounter:
-    """The counter of one GPU since its driver was loaded."""
+    """The energy counter of one GPU, which counts since its driver was loaded."""
 
     wrap_joules = math.inf
 
     def __init__(self, library: Any, index: int) -> None:
-        """Open a GPU by its number; OSError if it has no counter (older than Volta)."""
+        """Open GPU number `index`; raise OSError if it has no counter (older than Volta)."""
         self._library = library
         self._device = ctypes.c_void_p()
         self.part = f"GPU {index}"
@@ -121,8 +121,8 @@ class EnergyMeter:
     def sample(self) -> dict[str, float]:
         """Return the energy since the meter was created, by part of the machine.
 
-        A counter must be sampled before it has wrapped around twice; RAPL's wrap after minutes to
-        hours.
+        `sample` must be called before a counter has wrapped around twice; RAPL's counters wrap
+        after minutes to hours.
         """
         for index, counter in enumerate(self._counters):
             try:
@@ -152,7 +152,7 @@ def energy_counters(*, must_count: bool) -> list[EnergyCounter]:
 
 
 def rapl_counters(powercap: Path) -> tuple[list[RaplCounter], str]:
-    """Return the readable zones in the folder of powercap, or why there are none."""
+    """Return (the readable zones in the folder of powercap, why there are none)."""
     counters = []
     reason = "the system has no energy counters of its processors (RAPL)"
     for folder in sorted(powercap.glob("intel-rapl:*")):  # AMD's zones have this name, too

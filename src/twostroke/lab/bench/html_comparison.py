@@ -1,4 +1,4 @@
-"""Writes the comparison of two runs or sweeps as one HTML page that loads nothing else."""
+"""Writes the comparison of two runs or sweeps as one self-contained HTML page."""
 
 from __future__ import annotations
 

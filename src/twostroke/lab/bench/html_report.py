@@ -1,4 +1,4 @@
-"""Writes a run, or the loads of a sweep, as one HTML page that loads nothing else."""
+"""Writes a run, or the loads of a sweep, as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SWEEP_HEADINGS: Final = (
 
 
 class MeasuredRun(Frozen):
-    """A run with its figures."""
+    """A recorded run with its computed figures."""
 
     record: RunRecord
     report: BenchReport
@@ -47,7 +47,7 @@ class MeasuredRun(Frozen):
 
     @property
     def trust(self) -> str:
-        """Whether the run can be trusted, as a class of the style sheet."""
+        """The CSS class that shows whether the run can be trusted."""
         verdict = self.record.setup.verdict
         if "NOT VALID" in verdict:
             return _INVALID
@@ -81,7 +81,7 @@ def html_report(runs: Sequence[MeasuredRun], summary: str = "") -> str:
 
 
 def sorted_by_load(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
-    """Return runs from the lowest to the highest load; closed loops are first."""
+    """Return runs from the lowest to the highest load; closed loops come first."""
 
     def order(run: MeasuredRun) -> tuple[float, float]:
         setup = run.record.setup
@@ -151,7 +151,7 @@ def _load_sentence(run: MeasuredRun) -> str:
 
 
 def _tiles(run: MeasuredRun) -> Iterator[tuple[str, str]]:
-    """Yield the most important figures of a run: name and value."""
+    """Yield (name, value) of each of the most important figures of a run."""
     report, resources = run.report.run, run.record.resources
     for name, title in (("ttft", "TTFT"), ("tpot", "TPOT")):
         if name in report.latencies:
@@ -178,7 +178,7 @@ def _tiles(run: MeasuredRun) -> Iterator[tuple[str, str]]:
 
 
 def _facts(run: MeasuredRun) -> Iterator[tuple[str, str]]:
-    """Yield the other figures of a run as sentences, each after its name."""
+    """Yield the remaining figures of a run as pairs: (name, sentence)."""
     report, resources = run.report.run, run.record.resources
     if report.num_completed:
         yield "Rates", describe_rates(report, is_open=run.record.setup.rate is not None)
@@ -204,7 +204,10 @@ def _facts(run: MeasuredRun) -> Iterator[tuple[str, str]]:
 
 
 def _figures(run: MeasuredRun, prefix: str) -> Iterator[tuple[str, str, Markup]]:
-    """Yield the charts of a run: heading, explanation, and SVG; a run without answers has few."""
+    """Yield the charts of a run: (heading, explanation, SVG).
+
+    A run without completed answers has fewer charts.
+    """
     answers, objectives = run.record.answers, run.record.setup.objectives
     completed = [answer for answer in answers if answer.is_completed]
     if completed:
@@ -257,9 +260,9 @@ def _sweep(runs: Sequence[MeasuredRun]) -> dict[str, Any]:
 
 
 def _load_position(run: MeasuredRun, *, is_closed: bool) -> float:
-    """Return the place of a load on the axis of clients (`is_closed`) or of requests per second.
+    """Return the position of a load on the axis: clients (`is_closed`), or requests per second.
 
-    A closed loop beside open loops has the rate that it reached.
+    A closed loop that is shown beside open loops has the position of the rate that it reached.
     """
     setup = run.record.setup
     if is_closed:

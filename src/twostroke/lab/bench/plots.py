@@ -37,7 +37,10 @@ _PERCENTILE_STYLES: Final = (("p50", "-"), ("p90", (0, (4, 2))))
 def draw_ttft_by_length(
     completed: Sequence[MeasuredAnswer], objectives: Objectives, width: float = 8.0
 ) -> Figure:
-    """Return TTFT, and the time to publish if it differs, by input length, with the fitted line."""
+    """Draw TTFT by input length, with the fitted line.
+
+    The time to publish is drawn, too, if it differs.
+    """
     figure = new_figure(width, 4.6)
     axes = figure.subplots()
     drawn_answers = completed[:: max(1, -(-len(completed) // _MAX_POINTS))]
@@ -72,7 +75,7 @@ def draw_ttft_by_length(
 
 
 def draw_first_tokens(completed: Sequence[MeasuredAnswer], objectives: Objectives) -> Figure:
-    """Return the share of requests whose TTFT, time to publish and E2E are below each time."""
+    """Draw the share of requests whose TTFT, time to publish and E2E are below each time."""
     figure = new_figure(8, 4.2)
     axes = figure.subplots()
     columns = {
@@ -113,7 +116,7 @@ def draw_first_tokens(completed: Sequence[MeasuredAnswer], objectives: Objective
 def draw_itl_over_time(
     completed: Sequence[MeasuredAnswer], objectives: Objectives
 ) -> Figure | None:
-    """Return the gaps between chunks over the time of the run; None without gaps."""
+    """Draw the gaps between chunks over the time of the run; None without gaps."""
     bins = itl_over_time(completed)
     if bins is None:
         return None
@@ -133,7 +136,7 @@ def draw_itl_over_time(
 
 
 def draw_requests_over_time(answers: Sequence[MeasuredAnswer]) -> Figure:
-    """Return requests per minute over the time of the run, above those in progress."""
+    """Draw requests per minute over the time of the run, and below them those in progress."""
     bins = requests_over_time(answers)
     figure = new_figure(8, 5.6)
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
@@ -164,7 +167,7 @@ def draw_requests_over_time(answers: Sequence[MeasuredAnswer]) -> Figure:
 def draw_frontier(
     names: Sequence[str], reports: Sequence[BenchReport], knee: int | None, objectives: Objectives
 ) -> Figure:
-    """Return latency against throughput of the loads of a sweep, with the knee marked."""
+    """Draw latency against throughput of the loads of a sweep, with the knee marked."""
     figure = new_figure(8, 7.6)
     for axes, latency, title, limit_s in zip(
         figure.subplots(2, 1, sharex=True),
@@ -200,7 +203,7 @@ def draw_frontier(
 def draw_goodput(
     names: Sequence[str], loads: Sequence[float], reports: Sequence[BenchReport], axis_label: str
 ) -> Figure:
-    """Return requests and good requests per minute by the loads of a sweep."""
+    """Draw requests and good requests per minute, by the loads of a sweep."""
     figure = new_figure(8, 4.2)
     axes = figure.subplots()
     completed_per_min = [report.run.requests_per_s * 60 for report in reports]
@@ -225,7 +228,7 @@ def draw_goodput(
 
 
 def draw_both_runs(before: RunRecord, after: RunRecord) -> Figure:
-    """Return the shares of requests whose TTFT and TPOT are below each time, of two runs."""
+    """Draw the shares of requests whose TTFT and TPOT are below each time, of two runs."""
     figure = new_figure(8, 7.0)
     for axes, name, title in zip(
         figure.subplots(2, 1), ("ttft", "tpot"), ("TTFT", "TPOT"), strict=True
@@ -251,7 +254,7 @@ def draw_both_runs(before: RunRecord, after: RunRecord) -> Figure:
 
 
 def draw_both_frontiers(before: Sequence[BenchReport], after: Sequence[BenchReport]) -> Figure:
-    """Return the median latency against the throughput of two sweeps, in the order of loads."""
+    """Draw the median latency against the throughput of two sweeps, in the order of loads."""
     figure = new_figure(8, 7.0)
     for axes, name, title in zip(
         figure.subplots(2, 1, sharex=True), ("ttft", "tpot"), ("TTFT", "TPOT"), strict=True
@@ -278,7 +281,10 @@ def draw_both_frontiers(before: Sequence[BenchReport], after: Sequence[BenchRepo
 def _draw_percentiles(
     axes: Axes, latency: str, title: str, reports: Sequence[BenchReport]
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Draw a latency's percentiles by throughput; return rates and values by percentile."""
+    """Draw a latency's percentiles by throughput.
+
+    Returns (the rates, the latencies) of the drawn points, each by percentile.
+    """
     rates: dict[str, list[float]] = {}
     values_s: dict[str, list[float]] = {}
     for (percentile, style), colour in zip(_PERCENTILE_STYLES, (BLUE, VERMILION), strict=True):

@@ -1,4 +1,4 @@
-"""Asks an endpoint before a run which model it has, which fields it takes, and how it counts."""
+"""Asks an endpoint before a run which model it has, which fields it accepts, and how it counts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _FIELD_STATUSES: Final = {HTTPStatus.BAD_REQUEST, HTTPStatus.UNPROCESSABLE_ENTIT
 
 
 class EndpointRefusedError(TwostrokeError):
-    """An endpoint cannot be measured: it is not there, or refuses the key, model or fields."""
+    """An endpoint cannot be measured: it is unreachable, or refuses the key, model or fields."""
 
 
 class EndpointFacts(Frozen):
@@ -44,7 +44,8 @@ class EndpointFacts(Frozen):
         sizes: how the endpoint counts the tokens of prompts.
         has_usage: whether it reports counts of tokens.
         has_tokenizer: whether it has `/tokenize`.
-        has_tools: whether it makes a required tool call; False if it was not asked.
+        has_tools: whether it makes a tool call if the request requires one; False if this was not
+            tested.
         context_length: most tokens of a prompt and its answer; 0 if the endpoint does not say.
     """
 
@@ -61,12 +62,12 @@ async def ask_endpoint(
 ) -> EndpointFacts:
     """Return the facts about an endpoint that a run in the form of `template` needs.
 
-    The API, the model and the further fields of `template` stay. If it has no model, the only
-    model of the endpoint is taken. Two or more short prompts are sent.
+    The API, the model and the extra fields of `template` are used unchanged. If it names no model,
+    the endpoint's only model is used. Two or more short prompts are sent.
 
     Raises:
-        EndpointRefusedError: the endpoint is not there, or refuses the key, model or fields.
-        UsageError: the endpoint has several models, and none was named.
+        EndpointRefusedError: the endpoint is unreachable, or refuses the key, model or fields.
+        UsageError: the endpoint has several models, and `template` names none.
     """
     model = template.model or await _only_model(client)
     form, answer = await _accepted_form(client, replace(template, model=model))
@@ -94,7 +95,7 @@ async def ask_endpoint(
 
 
 async def _has_tools(client: EndpointClient, form: RequestForm) -> bool:
-    """Whether the endpoint makes a tool call that is required."""
+    """Whether the endpoint makes a tool call if the request requires one."""
     if form.api != "chat":
         return False
     fields = {
@@ -109,9 +110,11 @@ async def _has_tools(client: EndpointClient, form: RequestForm) -> bool:
 
 
 def _prompt_sizes(lengths: list[int], counts: list[int]) -> PromptSizes:
-    """Return the tokens per word and per prompt, from the token counts of prompts of known lengths.
+    """Return the tokens per word and per prompt.
 
-    Impossible counts are ignored; the audit then reports prompts of other lengths than wanted.
+    They are computed from prompts of `lengths` words, for which the endpoint reports `counts`
+    tokens. Impossible counts are ignored; the audit then reports prompts of other lengths than
+    wanted.
     """
     per_word = (counts[1] - counts[0]) / (lengths[1] - lengths[0])
     if not _MIN_TOKENS_PER_WORD <= per_word <= _MAX_TOKENS_PER_WORD:
@@ -219,7 +222,7 @@ async def _accepted_form(
 
 
 async def _missing(client: EndpointClient, form: RequestForm, answer: MeasuredAnswer) -> str:
-    """Return the sentence about an endpoint that has no such path, or no such model."""
+    """Return a sentence if the endpoint has no such path or no such model; empty otherwise."""
     url = client.address.url
     try:
         reply = await client.get("/v1/models")

@@ -48,11 +48,12 @@ class PromptSizes(Frozen):
 class PromptWriter:
     """Writes the prompts of a run.
 
-    Two runs share no prompts, because a server may still have the prompts of the first run cached.
+    Prompts of two runs have no common prefix, because a server may still have the prompts of the
+    first run cached.
     """
 
     def __init__(self, sizes: PromptSizes, salt: int) -> None:
-        """Write prompts for an endpoint; prompts of different salts share nothing."""
+        """Write prompts for an endpoint; prompts of different salts have no common prefix."""
         rng = random.Random(salt)
         self._sizes = sizes
         self._words = rng.sample(WORDS, len(WORDS))

@@ -1,4 +1,4 @@
-"""Files of measured runs: a record with every chunk, which `simulate --trace` reads, and CSV."""
+"""Files of measured runs: records with every chunk, which `simulate --trace` reads, and CSV."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class RunRecord(Frozen):
     Attributes:
         setup: how the run was made.
         answers: every request.
-        findings: of the audit.
+        findings: the audit's findings.
         resources: energy, work and costs.
         command: the command that made the run; empty if it was called from Python.
         client_version: the version of Twostroke that made the run.
@@ -105,7 +105,7 @@ class SweepRecord(Frozen):
         points: the runs, in the order in which they were made.
         loads: the figures of each run for the search.
         capacity: the result of a search; None for a list of loads.
-        is_interrupted: whether Ctrl-C ended the sweep; its last run may then be a part.
+        is_interrupted: whether Ctrl-C ended the sweep; its last run may then be incomplete.
     """
 
     points: tuple[RunRecord, ...]

@@ -46,7 +46,7 @@ class BenchReport(Frozen):
     """The figures of a run.
 
     Attributes:
-        run: rates and counts; its latencies are by the names of `TITLES`.
+        run: rates, counts and latencies; latencies have the names in `TITLES`.
         tokens_per_chunk: the mean number of tokens in a chunk; 0 without chunks.
         failures: numbers of requests that failed, by the reason.
     """
@@ -75,10 +75,10 @@ def make_bench_report(answers: Sequence[MeasuredAnswer], objectives: Objectives)
 
 
 def pooled_latencies(completed: Sequence[MeasuredAnswer]) -> dict[str, PooledValues]:
-    """Return the latencies of completed requests in seconds, by the names of `TITLES`.
+    """Return the latencies of completed requests in seconds, by the names in `TITLES`.
 
     A latency that no request has is left out. If some answers begin with reasoning, `content_ttft`
-    is the time to the first token after it.
+    is the time to the first token after the reasoning.
     """
     columns: dict[str, tuple[list[float], list[int]]] = {name: ([], []) for name in TITLES}
     has_reasoning = any(answer.first_reasoning_s is not None for answer in completed)

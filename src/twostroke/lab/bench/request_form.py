@@ -25,9 +25,9 @@ class RequestForm(Frozen):
     Attributes:
         api: "chat" or "completions".
         model: the model's name; empty if the endpoint needs none.
-        limit_field: the field with the most tokens of an answer.
+        limit_field: the name of the field that limits the tokens of an answer.
         counts_chunks: ask for the number of tokens so far in each chunk.
-        ignores_end: ask for answers that go on to their limit.
+        ignores_end: ask for answers that end only at their limit of tokens.
         is_greedy: ask for temperature 0.
         extra_fields: further fields of each request.
     """
@@ -86,7 +86,7 @@ class PlannedRequest(Frozen):
         turn: the turn of a conversation, from 1 on; 0 outside conversations.
         wants_call: whether the answer must be a tool call.
         num_reusable: tokens of the prompt that the conversation's last request computed.
-        pause_s: time from the answer before to this request.
+        pause_s: time from the end of the previous answer to this request.
     """
 
     number: int

@@ -25,7 +25,7 @@ _MAX_ANSWER_TOKENS: Final = 1 << 20
 
 
 class RequestSource(Protocol):
-    """Makes the requests of a run one after the other, so that not all are in memory."""
+    """Makes the requests of a run one after another, so that never all are in memory."""
 
     @property
     def count(self) -> int:
@@ -38,7 +38,7 @@ class RequestSource(Protocol):
         """Return a request that is ready to be sent."""
 
     def following(self, planned: PlannedRequest, answer: MeasuredAnswer) -> PlannedRequest | None:
-        """Return the request that follows an answer in its conversation; None at its end."""
+        """Return the request that follows an answer in its conversation; None at the end."""
 
 
 class SingleRequestSource:
@@ -76,7 +76,7 @@ class WorkloadSource(SingleRequestSource):
 
 
 class DatasetPrompt(Frozen):
-    """A line of a file of prompts; `max_output` is the limit of its answer, 0 for the default."""
+    """A line of a file of prompts; `max_output` limits the answer's tokens, 0 for the default."""
 
     content: PromptContent
     max_output: int = 0

@@ -45,7 +45,8 @@ class BenchMachine(Frozen):
     Attributes:
         device: its device, for MFU, MBU and the price; None if unknown.
         num_devices: the number of its devices.
-        usd_per_hour: the price of each device; None for the device's own, or if unknown.
+        usd_per_hour: the price of each device; None for the price in the device table, if it has
+            one.
         model: the model, for MFU and MBU; None if unknown.
         kv_format: the number format of its keys and values, a key of `FORMATS`.
         counts_energy: whether energy must be counted; None to count it if the endpoint is on this
@@ -100,10 +101,10 @@ class MachineUse(Frozen):
 
 
 class RunCost(Frozen):
-    """The costs of a run in $, if the machine only serves this load.
+    """The costs of a run in $, if the machine serves only this load.
 
-    Each figure divides the whole price of the machine. A figure is None if the run has nothing of
-    its kind, such as good requests.
+    Each figure divides the price of the whole machine by a rate of the run. It is None if the rate
+    is zero, such as the rate of good requests.
 
     Attributes:
         usd_per_hour, price_source: the price of all devices.
@@ -122,13 +123,13 @@ class RunCost(Frozen):
 
 
 class RunResources(Frozen):
-    """The resources that a run took; unknown resources are None.
+    """The resources that a run used; unknown resources are None.
 
     Attributes:
         server_version: the server and its version; empty if unknown.
         counters: counts of the server during the run.
         energy: energy of this machine during the run.
-        joules_per_output_token: that energy, over all output tokens of the run.
+        joules_per_output_token: `energy` divided by all output tokens of the run.
         use: shares of the machine's limits.
         cost: the costs of the machine.
     """
@@ -222,7 +223,8 @@ def machine_use(
 ) -> MachineUse | None:
     """Return the shares of the machine's limits; None if the limits or the work are unknown.
 
-    Work that the server counted in its steps comes first. Else it follows from the model.
+    If the server counted the work of its steps, these counts are used. Otherwise the work is
+    estimated from the model.
     """
     question = Question(count=machine.num_devices, kv_format=machine.kv_format)
     peak = bandwidth = None
@@ -257,7 +259,7 @@ def machine_use(
 def _counted_use(
     counters: ServerCounters | None, peak: float, bandwidth: float
 ) -> tuple[float | None, float | None] | None:
-    """Return MFU and MBU of the steps that the server counted; None if it did not count them."""
+    """Return (MFU, MBU) of the steps that the server counted; None if it did not count them."""
     if counters is None or counters.prefill is None or counters.decode is None:
         return None
     prefill, decode = counters.prefill, counters.decode
@@ -270,11 +272,12 @@ def _counted_use(
 def _estimated_use(
     roofline: Roofline, answers: Sequence[MeasuredAnswer], report: BenchReport
 ) -> tuple[float | None, float | None] | None:
-    """Return MFU and MBU that follow from the model's work; None without completed requests.
+    """Return (MFU, MBU), estimated from the model's work; None without completed requests.
 
-    A request has the FLOPs of its uncached prompt tokens and its output tokens. A decode step
-    computes the mean number of decoding requests, and takes the median gap between chunks: most
-    servers send a chunk after each step, with drafts or without, and most steps have no prompt.
+    A request has the FLOPs of its uncached prompt tokens and its output tokens. A decode step is
+    assumed to compute the mean number of decoding requests, and to take the median gap between
+    chunks: most servers send a chunk after each step, with drafts or without, and most steps have
+    no prompt.
     """
     logs = [answer.log for answer in answers if answer.is_completed]
     if not logs:
@@ -308,7 +311,7 @@ def _requests_per_s(report: BenchReport) -> float:
 
 
 def _mean_decoding(logs: Sequence[RequestLog]) -> float:
-    """Return the mean number of requests between their first and last token."""
+    """Return the mean number of requests that are between their first and last token."""
     begin_s, end_s = steady_window(logs)
     first = np.array([log.timings.first_token_s for log in logs])
     last = np.array([log.timings.last_token_s for log in logs])

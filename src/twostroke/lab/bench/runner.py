@@ -1,7 +1,7 @@
 """Sends the requests of a run at their times (open loop), or from clients that wait (closed loop).
 
-The schedule of an open loop is fixed before the run. Each request counts from its scheduled time,
-so that a client that is late cannot hide the time that a request waited.
+The schedule of an open loop is fixed before the run. The latency of each request counts from its
+scheduled time, so that a late client cannot hide the time that a request waited.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class LoadRunner:
         answers: the measured answers so far, in the order in which they ended.
         num_sent: requests sent so far.
         is_stopped: whether `stop` ended the run early.
-        is_hopeless: whether it did so because the objectives could no longer be met.
+        is_hopeless: whether the reason was that the objectives could no longer be met.
     """
 
     def __init__(
@@ -135,7 +135,10 @@ class LoadRunner:
             await asyncio.gather(*self._tasks, *self._conversations, return_exceptions=True)
 
     def stop(self, *, is_hopeless: bool = False) -> None:
-        """End the run now; requests in progress are given up, and their answers not counted."""
+        """End the run now; requests in progress are cancelled, and their answers are not counted.
+
+        `is_hopeless`: the reason is that too few requests can still meet the objectives.
+        """
         self.is_hopeless = is_hopeless and not self.is_stopped
         self.is_stopped = True
         if self._main is not None:

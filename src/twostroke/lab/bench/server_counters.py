@@ -1,7 +1,7 @@
 """Counters of a server (GET /metrics) before and after a run: drafts, cache hits and work.
 
-Only Twostroke and vLLM have counters of these. A server without any, or one whose counters have
-other names, has none.
+Only the counters of Twostroke and vLLM are known. For a server whose counters have other names,
+nothing is counted.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ class ServerCounters(Frozen):
 
     Attributes:
         num_drafted, num_accepted: draft tokens, and accepted draft tokens.
-        num_draft_steps: steps of an answer with drafts.
+        num_draft_steps: how often a request was computed with drafts in a step.
         num_looked_up, num_hits: prompt tokens looked up in the prefix cache, and found there.
-        num_preemptions: times that a running request lost its pages.
+        num_preemptions: how often a running request was preempted.
         prefill, decode: work of steps.
-        peak_flops, bandwidth: the server's machine's limits per second, as it measured them.
+        peak_flops, bandwidth: the limits of the server's machine per second, as it measured them.
     """
 
     num_drafted: float | None = None
@@ -90,7 +90,7 @@ class ServerCounters(Frozen):
 
     @property
     def acceptance(self) -> float | None:
-        """The share of drafted tokens that were right; None without drafts."""
+        """The share of draft tokens that were accepted; None without drafts."""
         if not self.num_drafted or self.num_accepted is None:
             return None
         return self.num_accepted / self.num_drafted
@@ -164,7 +164,7 @@ def parse_counters(text: str, model: str) -> ServerCounters | None:
 def counted_between(
     before: ServerCounters | None, after: ServerCounters | None
 ) -> ServerCounters | None:
-    """Return the counts of a run; None if they are unknown, or the server has started again.
+    """Return the counts of a run; None if they are unknown, or if the server was restarted.
 
     A counter that first appears during the run, such as a draft method's, began at 0.
     """
@@ -194,7 +194,7 @@ def _numbers(counts: Iterable[float | StepWork | None]) -> Iterable[float]:
 
 
 async def _get(client: EndpointClient, path: str) -> str | None:
-    """Return the text of a path; None if it has none."""
+    """Return the text at a path of the endpoint; None if there is none."""
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             reply = await client.get(path)

@@ -71,7 +71,7 @@ class BenchSweep:
         return sorted(self.runs, key=lambda run: (run.point.rate or 0, run.point.num_clients or 0))
 
     async def measure_loads(self, loads: Sequence[BenchLoad]) -> None:
-        """Measure loads in their order; an interrupted one is the last."""
+        """Measure loads in their order; after an interrupted load, the sweep ends."""
         try:
             for load in loads:
                 await self._measure(load, can_end_early=False)
@@ -85,7 +85,8 @@ class BenchSweep:
     ) -> None:
         """Search for the goodput capacity.
 
-        `load_at` returns the load with a rate, and the load of one client for None.
+        `load_at(rate)` returns the load with a rate; `load_at(None)` returns the load of one
+        client.
         """
 
         async def measure(rate: float | None) -> LoadPoint:
@@ -99,7 +100,7 @@ class BenchSweep:
         self.is_interrupted = self.capacity.end == INTERRUPTED
 
     def interrupt(self) -> None:
-        """Note that Ctrl-C ended the sweep between two loads."""
+        """Record that Ctrl-C ended the sweep between two loads."""
         self.is_interrupted = True
         if self._search is not None:
             self.capacity = self._search.result(INTERRUPTED)
@@ -143,8 +144,8 @@ class BenchSweep:
     def _is_client_limited(self, result: BenchResult) -> bool:
         """Whether requests that miss the objectives may do so because of the client.
 
-        The client is the limit if it used up its core, or if enough requests meet the objectives
-        once their times are counted from when they were sent.
+        That is so if the client used up its core. It is also so if enough requests would meet the
+        objectives when their latencies counted from the time at which they were really sent.
         """
         if any(finding.name == BUSY_CLIENT for finding in result.audit.findings):
             return True
