@@ -111,10 +111,10 @@ def _sizes(formats: Mapping[str, Iterable[str]], num_values: Mapping[str, int]) 
 
 
 def _solve(minimized: Measure, limited: Measure, limit: float) -> dict[str, str]:
-    """Choose the format of each matrix so that one measure sums to a minimum.
+    """Choose the format of each matrix so that the sum of `minimized` is lowest.
 
-    The other measure sums to at most `limit`. The measures are bytes and divergences, by matrix and
-    format.
+    The sum of `limited` is at most `limit`. The two measures are bytes and divergences, by matrix
+    and format.
     """
     items: list[list[KnapsackItem]] = []
     floors = 0.0

@@ -51,8 +51,8 @@ def text_pieces(source: LoadedModel, text: str, num_tokens: int) -> list[list[in
 def generated_pieces(source: LoadedModel, num_tokens: int) -> list[list[int]]:
     """Return calibration text: prompts with the model's answers, and some Python documentation.
 
-    The result is token sequences. Most tokens are answers, because their moments predict other text
-    better than documentation does. The same model gives the same sequences.
+    The result is token sequences. Most tokens are answers, because the moments of their activations
+    predict other text better than documentation does. The same model gives the same sequences.
     """
     documents = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
     path = str(source.path)

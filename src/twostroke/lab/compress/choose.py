@@ -46,7 +46,7 @@ class CalibrationText:
     def __init__(
         self, source: LoadedModel, text: str | None, num_tokens: int, notice: Notice
     ) -> None:
-        """Calibrate the model `source` with a user's `text`, or with its own answers without one.
+        """Prepare calibration text for the model `source`: a user's `text`, else its own answers.
 
         `num_tokens` is the number of tokens to use.
         """

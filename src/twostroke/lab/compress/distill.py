@@ -79,8 +79,8 @@ def distill(
     """Train `student` on the teacher's answers, and return the path of its GGUF file.
 
     `student` is a model, or the shape of a part of the teacher. Answers, weights and the state of
-    the optimizer are saved in `folder`; the student's file is written at each checkpoint, if it
-    passes the canary. The same call continues an interrupted training.
+    the optimizer are saved in `folder`. The student's file is written at each checkpoint, unless
+    the student writes garbage. After an interruption, the same call continues.
 
     Raises:
         UsageError: the student is not smaller than its teacher, cannot express its text, or has
@@ -318,9 +318,10 @@ def _cut_student(
 
 
 def _check_layers_can_go(student: Student) -> None:
-    """Raise UsageError if a file of fewer layers could not say which of them have a RoPE.
+    """Raise UsageError if layers cannot be removed, because some layers have no RoPE.
 
-    In such a family, the file's reader derives this from a layer's number or from its window.
+    In a family whose file readers derive from a layer's number whether it has a RoPE, a file of
+    fewer layers would be read wrong. In other families it depends on the layer's sliding window.
     """
     spec = student.spec
     if spec.rotates is not None and (spec.window is None or spec.rotates != spec.window.slides):
@@ -332,9 +333,9 @@ def _check_layers_can_go(student: Student) -> None:
 
 
 def _read_selection(path: Path, kind: type[T], folder: Path) -> T:
-    """Read which layers, or which heads and channels, of the teacher a student keeps.
+    """Read the saved selection of the teacher's layers, or of its heads and channels.
 
-    An earlier run has saved the selection.
+    An earlier run of the same distillation has saved which of them the student keeps.
 
     Raises:
         UsageError: the file is damaged.

@@ -36,9 +36,9 @@ class ChannelEqualizer:
     """Moves factors per channel between neighbouring matrices, so that rounding changes less.
 
     The inputs of a matrix product are divided by the factors, in the operation that computes these
-    inputs, and the product's matrix is multiplied by them. So the model computes the same. Before
-    and after, `round_weight` rounds the matrix to measure the error. The factors are saved in
-    `store`. `changed` has the weights that factors were moved out of.
+    inputs, and the product's matrix is multiplied by them. The model's outputs stay the same.
+    `round_weight` rounds the matrix, to measure the error with and without factors. The factors are
+    saved in `store`. `changed` has the weights that were divided by factors.
     """
 
     def __init__(self, program: Program, round_weight: Rounder, store: SavedMatrices) -> None:
@@ -67,7 +67,8 @@ class ChannelEqualizer:
         """Choose the factors by which the value `x` is divided so that rounding changes least.
 
         `x` is the input of some matrix products, `moments` are its second moments. The factors,
-        (width,), are saved and returned. They are 1 if no factors can be moved.
+        (width,), are saved and returned. They are 1 if the operation that computes `x` cannot be
+        divided.
         """
         source, unit_factors = self._source(x), np.ones(len(moments.damped), np.float32)
         if source is None:
@@ -195,7 +196,7 @@ def _norm_weight(norm: ops.RMSNorm) -> str:
 
 
 def has_own_values(op: ops.Attention, operations: Collection[Op]) -> bool:
-    """Whether an attention layer gets its values from a matrix product that only it reads.
+    """Whether an attention layer gets its values from a matrix product that no other layer reads.
 
     If so, the outputs of this product can be scaled without changing other layers.
     """

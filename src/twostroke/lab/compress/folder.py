@@ -1,8 +1,8 @@
 """Writes a model as a compressed-tensors folder, which vLLM and transformers load.
 
-Source: the compressed-tensors repository, README and `compressors/pack_quantized`. Codes are offset
-by half of their range and stored in 32-bit words, lowest bits first. Each group has a scale, and a
-zero point if codes have 4 bits.
+Source: the compressed-tensors repository, README and `compressors/pack_quantized`. Half of the
+codes' range is added to codes, and they are stored in 32-bit words, lowest bits first. Each group
+has a scale, and a zero point if codes have 4 bits.
 """
 
 from __future__ import annotations

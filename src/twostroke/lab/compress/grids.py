@@ -28,11 +28,12 @@ class RoundedGroups(Frozen, eq=False):
     """A matrix rounded to a block format, as groups of values that share a scale.
 
     Attributes:
-        levels: the rounded values in units of the scale, int8 (groups, values); indices of
-            levels if the format has a table.
-        scales: (groups, 1); multiples of `tops` in formats with super-blocks.
-        smallest: smallest value (groups, 1); multiples of `bottoms` in formats with super-
-            blocks.
+        levels: the rounded values in units of the scale, int8 (groups, values); if the format has a
+            table of levels, indices into this table.
+        scales: the groups' scales (groups, 1); in formats with super-blocks, whole multiples of
+            `tops`.
+        smallest: the groups' smallest values (groups, 1); in formats with super-blocks, whole
+            multiples of `bottoms`.
         tops: scale of each super-block's scales (super-blocks, 1).
         bottoms: scale of each super-block's smallest values (super-blocks, 1).
     """
@@ -74,8 +75,8 @@ class BlockGrid(Frozen):
         table: the levels of a format with uneven levels; empty if levels are whole numbers.
         group: how many values share a scale.
         num_groups: how many groups a super-block has.
-        shares: range of the whole numbers that store the groups' scales in a super-block, each
-            times a float16.
+        shares: range of the whole numbers that store the groups' scales in a super-block; a group's
+            scale is its number times a float16.
         has_bfloat_scales: scales are bfloat16 instead of float16.
         has_whole_zeros: smallest values are whole multiples of the scale.
     """

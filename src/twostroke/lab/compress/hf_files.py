@@ -1,4 +1,4 @@
-"""Configuration and tokenizer files of a Hugging Face folder, also made from a GGUF file."""
+"""Configuration and tokenizer files of a Hugging Face folder, also converted from a GGUF file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _BYTE_LEVEL: Final = {"type": "ByteLevel", "add_prefix_space": False, "trim_offs
 def config_of(source: LoadedModel) -> dict[str, Any]:
     """Return the contents of a model's config.json for a Hugging Face folder.
 
-    They are made from the metadata if the model is a GGUF file.
+    If the model is a GGUF file, they are converted from its metadata.
 
     Raises:
         TwostrokeError: the model's family is not supported.

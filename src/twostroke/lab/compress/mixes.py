@@ -25,9 +25,9 @@ class FormatMix(Frozen):
 
     Attributes:
         file_type: number of the mix in GGUF files.
-        layers: format of the matrices of layers.
+        layers: format of the layers' matrices.
         tables: format of embeddings and logits.
-        finer: formats with more bits for some kinds of matrices, in the layers for which
+        finer: formats with more bits for some kinds of matrices, used only in the layers for which
             `is_finer(layer, num_layers)` is true.
         is_finer: chooses these layers.
     """
@@ -44,7 +44,7 @@ def _first_eighth(layer: int, count: int) -> bool:
 
 
 def _ends_and_each_third(layer: int, count: int) -> bool:
-    """Whether a layer gets more bits in a mix such as Q4_K_M, which gives them to some layers.
+    """Whether a layer is one of the layers with more bits, in a mix such as Q4_K_M.
 
     These are the first and last eighth of the layers, and every third layer between.
     """

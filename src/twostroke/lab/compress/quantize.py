@@ -77,7 +77,7 @@ def quantize(
 ) -> FileReport:
     """Quantize a model, write it to `out`, and return the report that is stored in the file.
 
-    If anything fails, nothing is written, and the same call later continues from saved work.
+    If anything fails, no file is written. The same call later continues from saved work.
 
     Args:
         model: name or path of a GGUF file or model folder.
@@ -85,13 +85,13 @@ def quantize(
         out: path of a GGUF file, or of a folder for `FOLDER_TARGETS`.
         text: calibration text; None for the model's own answers.
         num_tokens: calibration tokens.
-        notice: gets lines of progress.
+        notice: called with lines of progress.
         tuning_minutes: time for which scales and norms of the file are trained on the model's
             answers; needs PyTorch.
 
     Raises:
-        UsageError: the text is too short, or contains parts of the held-out text; no mix
-            reaches the goal; the model to be tuned has recurrent layers.
+        UsageError: the text is too short, or contains parts of the held-out text; no mix reaches
+            the goal; the model to be tuned has recurrent layers.
         QualityError: the model or the written file writes garbage.
         TwostrokeError: the model is not a GGUF file of plain layers, or the disk is full.
     """
@@ -239,7 +239,7 @@ def _max_other_bytes(
     fixed: Mapping[str, QuantTensor],
     rounded: Collection[str],
 ) -> int:
-    """Return an upper bound for the size of a quantized file without its rounded matrices."""
+    """Return an upper bound for the size of a quantized file, without its rounded matrices."""
     all_tensors = (*source.tensors.values(), *fixed.values())
     header_bytes = source.file_bytes - sum(tensor.num_bytes for tensor in all_tensors)
     others = [tensors[key] for key in tensors.keys() - set(rounded)] + list(fixed.values())

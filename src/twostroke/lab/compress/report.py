@@ -58,9 +58,9 @@ class TextFacts(Frozen):
 
 
 class MatrixReport(Frozen):
-    """A line of a quality report about all matrices of one kind, such as `ffn_down`.
+    """A line of a quality report: the formats, bits per value, and bytes of one kind of matrix.
 
-    It has their formats, bits per value, and bytes.
+    A kind is all matrices with the same name in their layers, such as `ffn_down`.
     """
 
     name: str
@@ -72,8 +72,9 @@ class MatrixReport(Frozen):
 class _FileMeasurement(Frozen):
     """Measurements of a quantized model's file.
 
-    `memory_bytes` counts the weights, and keys and values of 1,024 tokens. `tokens_per_s` is for
-    one stream on `machine`. `choices` are the model's answers to the multiple-choice questions.
+    `memory_bytes` counts the weights, and keys and values of 1,024 tokens. `tokens_per_s` is the
+    decode speed of one stream on `machine`. `choices` are the model's answers to the
+    multiple-choice questions.
     """
 
     canary: CanaryScores
@@ -124,9 +125,9 @@ class FileReport(Frozen):
 
     @property
     def source_warning(self) -> str | None:
-        """A warning if the source had as few bits as this file; else None.
+        """A warning if the source already had as few bits as this file; else None.
 
-        Then the divergence from the source says nothing about the original model.
+        The divergence from such a source says nothing about the original model.
         """
         if self.source_bits > self.bits:
             return None

@@ -36,8 +36,8 @@ _FLOATS = ctypes.POINTER(c_float)
 class Moments(Frozen, eq=False):
     """Second moments of a matrix product's inputs, as GPTQ uses them (its Hessian).
 
-    `damped` is (width, width), with a damped diagonal. `factor` is the triangular factor of its
-    inverse, of the same shape.
+    `damped` is (width, width), with a damped diagonal. `factor` is the triangular factor of the
+    inverse of `damped`, of the same shape.
     """
 
     damped: Floats
@@ -57,7 +57,7 @@ def damped_moments(parts: Iterable[Floats], run: Run = map) -> Moments:
 
     `parts` are sums of outer products (width, width), one for each part of the text. Moments are
     shrunk towards their diagonal and damped, so that rounding does not rely on correlations that
-    only these few rows have. `run` may use threads.
+    only these few rows have. `run` maps a function over items, like `map`, and may use threads.
     """
     rest = iter(parts)
     damped = next(rest).copy()
@@ -86,8 +86,9 @@ def inverse_factors(moments: Floats, run: Run = map) -> Floats:
 def _factor_by_halves(moments: Floats, run: Run) -> Floats:
     """Return the factor of a matrix of moments, [[A, B.T], [B, D]], by dividing it into halves.
 
-    Only the lower triangle is read. The factor is [[V, 0], [-W @ X @ V, W]] with W the factor of D,
-    X = W.T @ B, and V the factor of A - X.T @ X. Zeros of triangles are skipped, band by band.
+    Only the lower triangle is read. The factor is [[V, 0], [-W @ X @ V, W]], where W is the factor
+    of D, X = W.T @ B, and V is the factor of A - X.T @ X. Products with the zeros of triangles are
+    skipped, band by band.
     """
     half = len(moments) // 2
     factor = np.zeros_like(moments)

@@ -1,6 +1,6 @@
 """Saves the work of `quantize` in the cache folder, so that an interrupted command can continue.
 
-Calibration text that a model generated is also saved, for later commands.
+Calibration text that a model has generated is also saved there, for later commands.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class SavedWork:
                     shutil.rmtree(folder)
 
     def pieces(self, num_tokens: int, make: Callable[[], list[list[int]]]) -> list[list[int]]:
-        """Return the model's saved calibration text; without one, save and return `make()`.
+        """Return the model's saved calibration text; if there is none, save and return `make()`.
 
-        The text is a list of token sequences of `num_tokens` in all.
+        The text is a list of token sequences, of `num_tokens` tokens in all.
         """
         path = (
             env.cache_dir()
@@ -79,7 +79,7 @@ class SavedWork:
         return SavedMatrices(folder)
 
     def folder(self, *description: object) -> Path:
-        """Return the folder of the saved work that these values describe."""
+        """Return the folder of the saved work that is identified by these values."""
         digest = hashlib.sha256(repr((_METHOD_VERSION, *description)).encode()).hexdigest()
         folder = self._root / f"{self._identity}-{digest[:16]}"
         self._used.add(folder)

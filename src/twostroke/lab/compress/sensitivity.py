@@ -1,10 +1,10 @@
 """Measures how much errors of each matrix change a model's output, by a tree of trials.
 
 All matrices are rounded to one format with few bits. A trial uses the rounded matrices in one part
-of the model, and measures the divergence on the validation text. The first parts are the kinds of
-matrices; then the part with the largest divergence is halved by depth, several times. Within a
-part, the divergence is divided in proportion to the errors of products, which are also sampled in
-every other format.
+of the model, and measures the divergence on the validation text. At first, each kind of matrix is a
+part. Then the part with the largest divergence is halved by depth, several times. A part's
+divergence is divided among its matrices in proportion to the errors of their products. These errors
+are also estimated for every other format.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Sensitivity(Frozen):
     Attributes:
         identity: identifies weights and calibration text.
         kl: by matrix and format, the KL divergence that this format of the matrix adds.
-        trials: measured divergence when a part of the model is rounded; a part's key has its
+        trials: the measured divergence when a part of the model is rounded; its key has the part's
             first matrix and its number of matrices.
         method: version of the measuring method.
     """
@@ -78,8 +78,8 @@ def sensitivity_of(
 ) -> Sensitivity:
     """Return how sensitive a model's output is to errors of the matrices `names`.
 
-    The sensitivity is measured unless it is stored: in the cache folder, by the identity of the
-    weights and the calibration text. Trials of an interrupted command are not repeated.
+    If the cache folder has a sensitivity for these weights and this calibration text, it is
+    returned; otherwise it is measured. Trials of an interrupted command are not repeated.
     """
     text = hashlib.sha256(repr([list(piece) for piece in pieces]).encode()).hexdigest()
     identity = f"{weights_identity(tensors)[:24]}-{text[:8]}"
@@ -123,10 +123,7 @@ def sensitivity_of(
 
 
 class DivergenceTrials:
-    """Measures how far a model's logits diverge if some of its weights are changed.
-
-    The logits are those on a validation text.
-    """
+    """Measures how far a model's logits on a validation text diverge if weights are changed."""
 
     def __init__(self, program: Program, tensors: Mapping[str, QuantTensor], path: str) -> None:
         """Compute the logits of the unchanged model at `path`, with which trials are compared."""
@@ -181,10 +178,10 @@ def formats_for(width: int) -> list[str]:
 def _divergence_by_part(
     names: Collection[str], measure: Callable[[Sequence[str]], float]
 ) -> list[tuple[list[str], float]]:
-    """Divide a model's matrices into parts, and measure the divergence when a part is rounded.
+    """Divide a model's matrices into parts; return each part's matrices and its divergence.
 
-    Each step divides the part with the largest divergence. `measure` returns the divergence when
-    all matrices of a part are rounded. Returns the matrices and the divergence of each part.
+    Each step divides the part with the largest divergence. `measure` returns the divergence of the
+    model when all matrices of a part are rounded.
     """
     kinds: dict[str, list[str]] = {}
     for name in sorted(names, key=layer_index):

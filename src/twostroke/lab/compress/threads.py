@@ -30,7 +30,7 @@ _FUNCTION_NAMES = tuple(
 
 @contextmanager
 def own_threads() -> Iterator[ThreadPoolExecutor]:
-    """Yield a pool of compute threads; NumPy's BLAS library uses one thread meanwhile.
+    """Yield a pool of compute threads; meanwhile NumPy's BLAS library uses a single thread.
 
     The pool has as many threads as the environment allows.
     """

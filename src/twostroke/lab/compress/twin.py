@@ -1,4 +1,4 @@
-"""Off-grid twins of models: they compute the same, with weights on no quantization grid."""
+"""Twins of models, which compute the same with weights that lie on no quantization grid."""
 
 from __future__ import annotations
 

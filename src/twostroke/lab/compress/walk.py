@@ -57,7 +57,7 @@ def round_products(
         names: weights to round.
         pieces: calibration text as token sequences.
         round_weight: rounds a weight for the moments of its inputs.
-        load_rounded: returns a weight that was rounded before, or None.
+        load_rounded: returns a weight that was rounded before; None if there is none.
         equalizer: moves factors between matrices before they are rounded.
 
     Yields:
