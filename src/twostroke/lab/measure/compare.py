@@ -56,9 +56,9 @@ class ComparisonReport(Frozen):
     """The difference of one model's logits from the expected logits on a text.
 
     `drift[i]` is the root mean square difference of the hidden states after layer i, divided by the
-    root mean square of the expected states; () if layers have other shapes. `rows_per_s` is the
-    speed of scoring. `generated` is true if rows were computed as decode steps, and not as a
-    prompt.
+    root mean square of the expected states; empty if layers have other shapes. `rows_per_s` is the
+    speed of scoring. `generated` is true if rows were computed as decode steps compute them, false
+    if as prefill.
     """
 
     name: str
@@ -130,13 +130,12 @@ def compare_models(
     """Compare the logits of other models or settings with the `expected` logits on a text.
 
     `pieces` is the text as token sequences. Only one model at a time is in memory; the expected
-    logits are in a temporary file. `notice` gets a name before each report. All models are checked
-    before the first is loaded.
+    logits are in a temporary file. `notice` is called with a name before each report. All models
+    are checked before the first is loaded.
 
     Yields:
-        A report on each of the `others`; two if a backend computes prompt rows and generated
-            rows
-        differently.
+        A report on each of the `others`. If a backend computes prompt rows and generated rows
+            differently, there are two reports.
 
     Raises:
         BackendError: a model cannot run here.
@@ -151,9 +150,9 @@ def compare_models(
 
 
 class _ExpectedResults(Frozen):
-    """Results of the expected model: logits of each sequence, hidden states of the first.
+    """Results of the expected model: the logits of each token sequence.
 
-    `hidden` has the states after each layer.
+    `hidden` has the hidden states of the first sequence after each layer.
     """
 
     logits: list[Array]

@@ -30,9 +30,9 @@ class LogitsComparison(Frozen):
         top1_agreement: share of rows with the same most likely token.
         perplexity, right_perplexity: perplexity of the text by the model's logits, and by the
             expected logits.
-        high_kl: divergence that one row in a thousand exceeds.
-        mean_logprob_change, max_logprob_change: absolute difference of the log-probabilities of
-            the text's tokens, in nats.
+        high_kl: the divergence that one row in a thousand exceeds.
+        mean_logprob_change, max_logprob_change: absolute difference of the log-probabilities of the
+            text's tokens, in nats.
     """
 
     num_rows: int

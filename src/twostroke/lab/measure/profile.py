@@ -100,8 +100,8 @@ class OperationProfile(Frozen):
         time_s: seconds of all these operations per step.
         waiting_s: seconds in which threads waited for each other, as a mean over threads.
         cost: bytes and arithmetic of the operations per step.
-        floor_s: minimum time on this machine: for each call, the longer of its memory traffic
-            at the measured bandwidth and its arithmetic at the measured peak.
+        floor_s: minimum time on this machine. For each call it is the time of its memory traffic at
+            the measured bandwidth, or of its arithmetic at the measured peak, if that is longer.
     """
 
     label: OperationLabel
@@ -246,7 +246,7 @@ def _hardware(compute: ComputeOptions, stream_bytes: int) -> Hardware:
 
 
 def _size(recipe: EngineRecipe, shapes: Sequence[StepShape], kv_format: str) -> CacheSize:
-    """Return the size of a KV cache with the pages that the largest shape needs."""
+    """Return the size of a KV cache that has the pages which the largest shape needs."""
     program, page_size = recipe.program, recipe.options.cache.tokens_in_page
     groups = PageGroups(page_size, tuple(group.window for group in program.cache_groups))
     for shape in shapes:
@@ -293,7 +293,7 @@ def _profile(
     ]
 
     def operation(label: OperationLabel, indices: Sequence[int]) -> OperationProfile:
-        """Return the profile of the operations with these indices in the Program, as one entry."""
+        """Return one profile entry for the fused operations with these indices."""
         op_costs = [costs[index] for index in indices]
         return OperationProfile(
             label=label,

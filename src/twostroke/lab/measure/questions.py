@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Flips(Frozen):
     """How many multiple-choice answers of a quantized model differ from its source's answers.
 
-    It also has how many answers are right. A model with as many right answers as its source can
+    It also counts the right answers of both: a model with as many right answers as its source can
     still answer many questions differently.
     """
 
@@ -59,7 +59,10 @@ def likeliest_answers(backend: Backend, tokenizer: Tokenizer) -> list[int]:
 
 
 def _answer_nats(backend: Backend, prompt: Sequence[int], sequence: Sequence[int]) -> float:
-    """Return the negative log-probability, in nats, of an answer's tokens after the prompt."""
+    """Return the negative log-probability, in nats, of an answer's tokens.
+
+    `sequence` is the prompt followed by the answer.
+    """
     pairs = enumerate(zip(prompt, sequence, strict=False))
     num_shared = next((i for i, (a, b) in pairs if a != b), len(prompt))
     logits = backend.score(sequence)[num_shared - 1 : -1].astype(np.float64)

@@ -267,7 +267,7 @@ def _fused(program: Program, mesh: Mesh) -> list[list[tuple[Op, ...]]]:
 def _moving_s(
     fused_by_rank: Sequence[Sequence[tuple[Op, ...]]], step: Sequence[OpTimes]
 ) -> Mapping[tuple[int, int], float]:
-    """Return how long each collective moves data, by rank and index of the operation.
+    """Return the transfer seconds of each collective, by rank and index of the operation.
 
     The last rank to arrive at a collective does not wait, so its time is the time of the transfer.
     """
@@ -289,7 +289,7 @@ def _measure(
 ) -> tuple[list[float], list[list[OpTimes]], list[float]]:
     """Run a step repeatedly on all ranks, and time it.
 
-    Returns for each step: seconds of the call, times by rank, and seconds in collectives.
+    Returns, for each step, (seconds of the call, times by rank, seconds in collectives).
     """
     single.run()
     backend.times()

@@ -52,8 +52,8 @@ class RequestLog(Frozen):
     """One request of a benchmark or simulation; times are in seconds since the start of the run.
 
     Attributes:
-        timings: `arrival_s` is the scheduled time, so that delays of the client count.
-            `started_s` is 0 if only the client was measured.
+        timings: its `arrival_s` is the scheduled time, so that delays of the client count in
+            latencies. `started_s` is 0 if only the client was measured.
         sent_s: time at which the client sent the request.
         num_prompt, num_output, num_cached: numbers of tokens.
         outcome: `COMPLETED`, `REFUSED` or `FAILED`; only completed requests have latencies.
@@ -168,7 +168,7 @@ class RunReport(Frozen):
 
     @property
     def output_per_user(self) -> float:
-        """Output tokens per second that each request in progress gets, on average."""
+        """Output tokens per second of each request in progress, on average."""
         return self.output_per_s / self.concurrency if self.concurrency else 0.0
 
 
@@ -259,7 +259,7 @@ def describe_rates(report: RunReport, *, is_open: bool = True) -> str:
 class _Window:
     """Counts the tokens and the ended requests of a run between two times.
 
-    Tokens after a request's first are assumed to be spread evenly over time.
+    A request's tokens after its first are assumed to be evenly spaced in time.
     """
 
     def __init__(self, logs: Sequence[RequestLog], begin_s: float, end_s: float) -> None:

@@ -100,9 +100,9 @@ class StepShape(Frozen):
 
     @property
     def num_written(self) -> int:
-        """The number of tokens that each request of the step generates while the step is measured.
+        """How many tokens each request of the step generates while the step is measured.
 
-        These are the first token, and a token in each further step.
+        They are the first token, and a token in each further step.
         """
         return 1 if self.num_prompt else 2 + NUM_CYCLES
 
@@ -115,9 +115,10 @@ class StepShape(Frozen):
 class SingleStep:
     """Runs a step of a chosen shape on a backend again and again, to time it.
 
-    The backend serves nothing else until `close`. The beginning of the context is computed for one
-    stream. Its KV pages are copied for the rest of the context and for other streams, because times
-    do not depend on these values. New tokens differ, so that steps use different experts.
+    The backend serves nothing else until `close`. Only the beginning of the context is computed,
+    for one stream. Its KV pages are copied for the rest of the context and for other streams,
+    because times do not depend on the values in them. New tokens differ, so that steps use
+    different experts.
     """
 
     def __init__(self, backend: PagedBackend, program: Program, shape: StepShape) -> None:
@@ -159,10 +160,10 @@ class SingleStep:
         return self._backend.run(self.plan)
 
     def scheduler_times(self) -> list[float]:
-        """Measure the scheduler: return the seconds that it takes for each of a few further steps.
+        """Return the seconds that the scheduler takes for each of a few further steps.
 
-        The further steps are also computed, so that processor caches are as during serving. The
-        first step is committed before.
+        These steps are also computed, so that processor caches are as during serving. The measured
+        step is committed before.
         """
         self._scheduler.commit(self.plan, self._result(self._shape.num_streams))
         times_s = []
