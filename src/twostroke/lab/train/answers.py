@@ -153,9 +153,9 @@ def _generate(
 def answer_params(
     prompt: TrainingPrompt, number: int, *, max_tokens: int, temperatures: Sequence[float]
 ) -> SamplingParams:
-    """Return the sampling parameters of the answer to training prompt `number`.
+    """Return the sampling parameters of the answer to training prompt number `number`.
 
-    They sample from the whole distribution. Successive prompts get the temperatures in rotation.
+    Tokens are sampled from the whole distribution. Successive prompts get the temperatures in turn.
     """
     return replace(
         OPENAI_DEFAULTS,

@@ -37,7 +37,8 @@ class Descent:
         weights: all weights of the model.
         rate: highest learning rate.
         budget_s: time limit of all runs together.
-        rate_factors: multiplies the rate of some weights, which begin with good values.
+        rate_factors: by weight, a factor of the learning rate; for weights that begin with good
+            values.
         seconds, num_steps: time and steps of all runs so far.
         loss: loss of the last step.
     """

@@ -39,7 +39,7 @@ def training_examples(examples: Sequence[TrainingExample]) -> list[TrainingExamp
 
 
 def fast_products() -> torch.autocast:
-    """Return a PyTorch context in which products run in bfloat16, if that is faster here."""
+    """Return a PyTorch context in which matrix products run in bfloat16, if that is faster here."""
     seconds = {dtype: _product_s(dtype) for dtype in (torch.float32, torch.bfloat16)}
     is_faster = seconds[torch.float32] > _MIN_BFLOAT16_SPEEDUP * seconds[torch.bfloat16]
     return torch.autocast("cpu", torch.bfloat16, enabled=is_faster)
@@ -59,9 +59,9 @@ def _product_s(dtype: torch.dtype) -> float:
 class StudentScore(Frozen):
     """How well a student model predicts held-out answers of its teacher.
 
-    `loss` is the mean in nats: the KL divergence from the teacher, or the cross-entropy of the
-    tokens without the teacher's distributions. `right` is the share of rows whose most likely token
-    is the teacher's.
+    `loss` is a mean in nats: the KL divergence from the teacher; or, if the teacher's distributions
+    are not available, the cross-entropy of the tokens. `right` is the share of rows whose most
+    likely token is the teacher's token.
     """
 
     loss: float

@@ -1,4 +1,4 @@
-"""Divides answers into batches for training heads."""
+"""Divides recorded answers into batches for training draft heads."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _MIN_ROWS = 8  # of a piece
 
 
 class LabelledBatch(Frozen):
-    """A batch for training draft heads, with the tokens and hidden states to be predicted.
+    """A batch for training draft heads, with the labels to be predicted.
 
-    It has the next token of each row, and the target's hidden state at that token.
+    The labels are the next token of each row, and the target model's hidden state at that token.
     """
 
     batch: TrainingBatch
@@ -59,7 +59,7 @@ class Target:
 
 
 class HeadTrainingData:
-    """Parts of recorded answers for training draft heads, and parts held out for tests."""
+    """Recorded answers, divided into parts for training draft heads and parts for tests."""
 
     def __init__(self, answers: Sequence[RecordedAnswer], length: int) -> None:
         """Divide recorded answers into parts of at most `length` rows."""
@@ -77,7 +77,7 @@ class HeadTrainingData:
     def rows(self, pieces: Sequence[tuple[int, int]]) -> LabelledBatch:
         """Return a training batch from parts of recorded answers.
 
-        Each of `pieces` is the index of an answer and the part's first row.
+        Each of `pieces` is (the index of an answer, the part's first row).
         """
         width = self._answers[0].hidden.shape[1]
         shape = (len(pieces), min(self._length, max(self._count(*piece) for piece in pieces)))
@@ -115,8 +115,8 @@ def frequent_tokens(
 ) -> tuple[int, ...]:
     """Return the `count` most frequent tokens of recorded answers, in ascending order.
 
-    Draft heads propose only these tokens. If fewer tokens occur, the lowest other token ids
-    complete the number.
+    Draft heads propose only these tokens. If fewer different tokens occur, the lowest other token
+    ids are added.
     """
     tokens: NDArray[np.int32] = np.concatenate([answer.tokens[1:] for answer in answers])
     counts = np.bincount(tokens, minlength=vocab_size)[:vocab_size]

@@ -77,8 +77,9 @@ def choose_widths(
 ) -> Widths:
     """Return the KV heads and channels that contribute most to each layer's output.
 
-    A contribution is a sum of squares over the tokens of `sequences`: for a KV head, of its part of
-    the attention's output; for a channel, of its value times its column of the down projection.
+    A contribution is a sum of squares over the tokens of `sequences`. For a KV head, the squares
+    are of its part of the attention's output; for a channel, of its value times its column of the
+    down projection.
     """
     model = TorchModel(build_program(spec), tensors)
     layers = range(spec.num_layers)

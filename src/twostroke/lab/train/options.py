@@ -50,10 +50,10 @@ class TrainOptions(LearnOptions):
 
     Attributes:
         kind: "eagle" or "medusa".
-        vocab_size: number of tokens that heads can propose; they are the most frequent ones.
+        vocab_size: how many tokens heads can propose; these are the most frequent tokens.
         depth: number of drafts in a row; for Medusa, the number of blocks.
         ffn_size: width of the feed-forward; None for two thirds of the model's width.
-        window: number of tokens that the head's attention sees.
+        window: number of tokens that the head's attention reads.
     """
 
     kind: str = "eagle"
@@ -84,12 +84,12 @@ class DistillOptions(LearnOptions):
 
 
 class StudentShape(Frozen, forbid_unknown_fields=True):
-    """The sizes of a smaller model that is a part of its teacher; None for the teacher's size.
+    """The sizes of a smaller model that is cut out of its teacher; None for the teacher's size.
 
     Attributes:
         layers: number of layers.
-        kv_heads: number of KV heads; query heads that share a removed KV head are removed too.
-        feed_forward: width between the two matrices of a feed-forward.
+        kv_heads: number of KV heads; query heads that share a removed KV head are removed, too.
+        feed_forward: inner width of a feed-forward.
     """
 
     layers: int | None = None
@@ -113,7 +113,7 @@ class StudentShape(Frozen, forbid_unknown_fields=True):
         return self.kv_heads is not None or self.feed_forward is not None
 
     def check(self, spec: ModelSpec) -> None:
-        """Raise UsageError if a teacher has no part of this shape."""
+        """Raise UsageError if this shape cannot be cut out of the teacher."""
         if spec.layer_factors:
             raise UsageError(f"{spec.name} cannot be cut: its layers differ from each other.")
         sizes = {

@@ -53,8 +53,8 @@ def choose_layers(
 ) -> list[int]:
     """Return the `count` layers to keep in a shortened model, ascending.
 
-    In each round, every layer is left out on its own, and the layers are removed whose absence
-    changes the distributions for `sequences` least (KL divergence). Several rounds are needed,
+    In each round, the model is run without each single layer. The layers whose absence changes the
+    distributions for `sequences` least (KL divergence) are removed. Several rounds are needed,
     because the importance of a layer depends on the other layers.
     """
     full_model = TorchModel(build_program(spec), tensors)
@@ -110,7 +110,7 @@ class _ShortenedModel:
     def log_probabilities(self, at: int = 0, states: Tensor | None = None) -> Tensor:
         """Return the log-probabilities of the next token: (rows, vocabulary).
 
-        Given the `states` before layer `at`, only this layer and the later ones are computed.
+        With the `states` before layer `at`, only layer `at` and later layers are computed.
         """
         ops, values = self._program.ops, {}
         if states is not None:

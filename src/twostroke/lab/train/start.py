@@ -36,10 +36,10 @@ def first_weights(
 ) -> dict[str, Tensor]:
     """Return the weights of untrained draft heads that already propose likely tokens.
 
-    Weights to be trained require gradients. The output matrix is the target's. The two projections
-    of an EAGLE head are fitted by least squares to predict the next state. Its layer is a copy of
-    the target's last layer if shapes are equal, scaled down. Medusa blocks begin with small
-    outputs.
+    Weights that will be trained require gradients. The output matrix is the target's. The two
+    projections of an EAGLE head are fitted by least squares to predict the next state. Its layer is
+    a scaled-down copy of the target's last layer, if shapes are equal. Medusa blocks begin with
+    small outputs.
     """
     generator = torch.Generator().manual_seed(seed)
     last = f"blk.{target.spec.num_layers - 1}."
@@ -73,7 +73,7 @@ def first_weights(
 def _fit(target: Target, answers: Sequence[RecordedAnswer]) -> tuple[Tensor, Tensor]:
     """Return two matrices, (width, width), that predict the next hidden state.
 
-    They multiply the present state and the embedding of the token after it. They are fitted by
+    One multiplies the current state, the other the embedding of the next token. They are fitted by
     ridge regression on normalized rows of recorded answers.
     """
     width = target.table.shape[1]

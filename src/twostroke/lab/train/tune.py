@@ -50,8 +50,8 @@ def tune(
 ) -> dict[str, QuantTensor]:
     """Train the scales of a quantized model for some minutes; return the changed tensors.
 
-    No tensors are returned if the model did not improve. `answers` are the source's answers with
-    their hidden states. A checkpoint in `folder` lets the same call continue after an interruption.
+    If the model did not improve, the result is empty. `answers` are the source's answers with their
+    hidden states. A checkpoint in `folder` lets the same call continue after an interruption.
 
     Raises:
         MemoryLimitError: several float32 copies of the weights do not fit into memory.

@@ -48,11 +48,11 @@ class NoPages:
 def unroll(
     spec: HeadsSpec, program: Program, weights: Mapping[str, Tensor], batch: TrainingBatch
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Run draft heads at each depth of drafts; yield their logits, and a mask of the batch's rows.
+    """Run draft heads at each depth of drafts; for each depth, yield (logits, mask).
 
-    The logits are (rows, num_tokens), the mask is (pieces, length). The draft of row i is for
-    `tokens[i + 1]` at each depth: at depth d, it is made from the tokens that were known d rows
-    earlier.
+    The mask (pieces, length) selects rows of the batch; the logits (rows, num_tokens) are for these
+    rows. At each depth, row i has a draft of `tokens[i + 1]`. At depth d, the draft is computed
+    from the tokens that were known d rows earlier.
     """
     unroll_kind = _eagle if spec.kind == EAGLE else _medusa
     yield from unroll_kind(spec, program, weights, batch)
@@ -110,8 +110,8 @@ def _medusa(
 class _DepthsAttention:
     """Attention of draft heads over the keys and values of all depths so far.
 
-    A row at depth d attends to rows of depth 0 up to d rows before it, and to one row of each later
-    depth: the row of its own chain of drafts.
+    A row at depth d attends to the rows of depth 0 that are at least d rows before it, and to one
+    row of each later depth: the row of its own chain of drafts.
     """
 
     def __init__(self, pieces: int, length: int) -> None:
