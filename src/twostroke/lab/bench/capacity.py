@@ -174,7 +174,10 @@ class CapacitySearch:
         return CAPACITY_FOUND
 
     def _bracket(self) -> tuple[float, float]:
-        """Return the lowest rate that misses the objectives, after the highest good rate below it."""
+        """Return (the highest good rate below the lowest bad rate, the lowest bad rate).
+
+        A good rate meets the objectives, a bad rate misses them.
+        """
         rates = [(point.rate, self._meets(point)) for point in self.points if point.rate]
         high = min((rate for rate, meets in rates if not meets), default=math.inf)
         low = max((rate for rate, meets in rates if meets and rate < high), default=0.0)
