@@ -41,7 +41,7 @@ class Traffic(Frozen):
         requests_per_day: mean number of requests.
         hours: relative number of requests in each hour (UTC).
         growth: growth per month, as a share.
-        batch: share of requests that can wait for an hour with free capacity.
+        batch: share of requests that can wait until an hour with free capacity.
     """
 
     requests_per_day: float
@@ -75,9 +75,10 @@ class Hosting(Frozen):
         availability: share of the time that one replica runs.
         purchase_usd: price of a device that is bought; None for a device that is rented.
         lifetime_years: years over which the purchase is written off.
-        watts: power of a running device with its share of the server; None for the device's TDP.
+        watts: power of a running device, including its share of the server; None for the device's
+            TDP.
         usd_per_kwh: price of power; 0 if the rent includes it.
-        pue: power of the whole data centre over the power of its servers (with cooling).
+        pue: power of the whole data centre, including cooling, divided by the power of its servers.
         grams_per_kwh: carbon dioxide for each kWh; None if unknown.
     """
 
@@ -246,12 +247,12 @@ def compare_costs(case: CostInputs, prices: Sequence[ApiPrice], today: str) -> H
 
 
 def _hosted_replica(case: CostInputs) -> PlannedReplica:
-    """Return the fastest replica of the model on devices that only this replica uses.
+    """Return the fastest replica of the model on devices that it shares with no other replica.
 
     Raises:
         UsageError: the device has no price, or its memory is unknown.
-        UnreachableError: the model cannot run on the device within its objectives, or its
-            context is too short for the requests.
+        UnreachableError: the model cannot run on the device within its objectives, or its context
+            is too short for the requests.
     """
     device, question = case.device, case.question
     usd = _device_usd_per_hour(case)
@@ -373,14 +374,14 @@ def _saving(
 ) -> float:
     """Return how much hosting saves per month compared with an API, in $.
 
-    `requests_per_day` replaces the load of the case.
+    `requests_per_day` replaces the load in `case`.
     """
     other = replace(case, traffic=replace(case.traffic, requests_per_day=requests_per_day))
     return _api_usd(other, price) - _hosting_costs(other, replica).usd
 
 
 def _break_even(saving: Callable[[float], float]) -> float | None:
-    """Return the requests per day above which hosting is always cheaper; None if there are none.
+    """Return the requests per day from which hosting is always cheaper; None if it never is.
 
     `saving` returns the saving at a load. Costs rise in steps of whole replicas, so the search
     starts at the highest load and goes down.

@@ -124,8 +124,8 @@ class Calibration(Frozen):
         date: day of the last measurement.
         num_threads: number of threads that computed all steps.
         version: version of the stored file.
-        served_steps: steps of a running server. Its loop does more than compute, so these steps
-            say by how much a step takes longer than `points` predict.
+        served_steps: steps of a running server. Its loop also does other work than computing, so
+            these steps show how much longer a step takes than `points` predict.
     """
 
     points: tuple[MeasuredStep, ...]
@@ -142,9 +142,9 @@ class Calibration(Frozen):
     def factors(self, roofline: Roofline, batch: BatchShape) -> Factors:
         """Return the factors that correct the time of a step, from measured steps near its shape.
 
-        Coordinates are logarithms of rows, rows per request and context; a measured step has the
-        inverse fourth power of its distance as weight. The context influences only attention.
-        `roofline` gives the minimum times.
+        The coordinates of a step are the logarithms of rows, rows per request and context. The
+        factors are means over measured steps, weighted by the inverse fourth power of the distance.
+        The context influences only attention. `roofline` gives the minimum times.
         """
         return self._factors_at(roofline, coordinates(batch))
 
@@ -168,9 +168,9 @@ class Calibration(Frozen):
         )
 
     def _engine_factors_at(self, roofline: Roofline, position: Sequence[float]) -> Factors:
-        """Return the correction factors of a step at a position, for an engine without a server.
+        """Return the correction factors of a step, for an engine without a server.
 
-        `coordinates` gives the position.
+        `position` is the step's position as `coordinates` returns it.
         """
         if not self.points:
             return Factors(attention=1.0, products=1.0, rest_s=0.0, nearest="")
@@ -362,7 +362,7 @@ def _today() -> str:
 
 
 def load_calibration(identity: str, num_threads: int | None = None) -> Calibration | None:
-    """Return the steps of a model that were measured and stored on this machine; None without.
+    """Return the measured steps of a model that this machine stores; None if there are none.
 
     Only steps on `num_threads` threads count; it defaults to the number that an engine uses.
     """

@@ -31,8 +31,8 @@ class PrefillChunk(Frozen):
 def chunks(start: int, end: int, max_tokens: int | None) -> list[PrefillChunk]:
     """Divide a prompt's tokens from `start` to `end` into chunks of at most `max_tokens`.
 
-    If `max_tokens` is None, there is a single chunk. Of many chunks, only a few are returned; with
-    their `times` as weights, they interpolate the sum over all chunks.
+    If `max_tokens` is None, there is a single chunk. If there are many chunks, only a few of them
+    are returned: weighted by their `times`, they approximate the sum over all chunks.
     """
     max_tokens = max_tokens or end - start
     num_full = num_chunks(end - start, max_tokens) - 1

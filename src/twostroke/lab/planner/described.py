@@ -1,4 +1,4 @@
-"""Programs of models that the engine cannot run, made from a config.json for plans alone."""
+"""Programs of models that the engine cannot run, built from a config.json, only for plans."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ _WITH_STATES: Final = frozenset(
 def described_program(file: str, config: Mapping[str, Any], name: str) -> Program | None:
     """Return a Program for plans of a model that the engine cannot run, from its config.json.
 
-    Returns None if the engine can run the model, and its weights tell more than its config.json.
+    Returns None if the engine can run the model: its weights then tell more than its config.json.
 
     Raises:
-        ModelFormatError: neither a family nor this file knows the model type.
+        ModelFormatError: the model type is known neither to a family nor to this module.
     """
     fields = text_fields(file, config)
     model_type = fields.text("model_type")
@@ -181,8 +181,8 @@ def _with_experts(
 ) -> Program:
     """Return the Program of a decoder in which a mixture of experts is the feed-forward.
 
-    `part` makes the attention. `count` and `top_k_key` are the configuration's keys of the numbers
-    of experts, of all and of those used by a token.
+    `part` builds the attention. `count` and `top_k_key` are the config.json keys of the number of
+    experts, and of the number that a token uses.
     """
     if width is None:
         width = fields.integer("moe_intermediate_size", MAX_WIDTH)
@@ -253,7 +253,7 @@ def _shared_kv_attention(
 def _common_spec(fields: Fields, name: str) -> ModelSpec:
     """Read the fields that all model families share from a configuration, for plans.
 
-    The base of RoPE is a fixed number, since it has no cost.
+    The base of RoPE is a fixed number, since plans do not depend on it.
     """
     sizes = read_sizes(fields, SIZE_KEYS)
     biased = fields.flag("attention_bias", default=False)

@@ -114,7 +114,9 @@ def known_devices() -> dict[str, Device]:
 
 
 def find_device(name: str) -> Device:
-    """Return the device of the table called `name`, in any case, or the device of a TOML file.
+    """Return the device of the table called `name`, or the device that a TOML file describes.
+
+    Upper and lower case of the name do not matter.
 
     Raises:
         UsageError: no device has this name, or the file does not describe a device.
@@ -155,7 +157,7 @@ def this_machine(num_threads: int | None = None, *, remeasure: bool = True) -> D
 
 
 def device_of(limits: Hardware) -> Device:
-    """Return a machine whose limits were measured as a device for plans."""
+    """Return a machine as a device for plans, given its measured limits."""
     return Device(
         name=limits.name,
         memory_bytes=limits.memory_bytes,

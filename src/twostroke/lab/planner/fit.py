@@ -34,12 +34,13 @@ _UNKNOWN_RATIO: Final = float("inf")  # of a limit whose figure is unknown
 
 
 class FitQuestion(Frozen):
-    """The limits that a model must keep to.
+    """The limits that a model must keep.
 
     Attributes:
         load: the requests, their number at once (`streams`), and the latency objectives.
-        context: tokens of each request for which memory must be there.
-        max_kl: the most mean KL divergence of weights, keys and values together; None for any.
+        context: tokens of each request for which there must be memory.
+        max_kl: the largest mean KL divergence that weights, keys and values together may cause;
+            None for any.
         kv_formats: number formats of keys and values to consider.
     """
 
@@ -69,7 +70,7 @@ class LimitExcess(Frozen):
     Attributes:
         limit: the name of the limit: memory, context, TTFT, TPOT or KL.
         text: the figure and the limit.
-        ratio: the figure over the limit; infinite if the figure is unknown.
+        ratio: the figure divided by the limit; infinite if the figure is unknown.
     """
 
     limit: str
@@ -85,10 +86,10 @@ class FitCandidate(Frozen):
         kv_format: the number format of keys and values.
         draft: the draft model's name; empty for none.
         num_weights: the model's parameters.
-        mean_kl: the estimated divergence of weights, keys and values; None if it is unknown.
-        kl_source: where the weights' part comes from.
+        mean_kl: the estimated divergence that weights, keys and values cause; None if unknown.
+        kl_source: the source of the weights' share of `mean_kl`.
         memory_bytes: weights, and keys, values and states of all requests at their full context.
-        ttft_s, tpot_s, tokens_per_s: of all requests at once.
+        ttft_s, tpot_s, tokens_per_s: latencies, and the throughput of all requests at once.
         usd_per_million: per million output tokens; None without a price.
         is_here: whether the file is on this machine.
         excesses: the limits that it exceeds; empty if it fits.
@@ -128,7 +129,11 @@ def find_candidates(
     question: FitQuestion,
     calibration_of: CalibrationOf = lambda _model: None,
 ) -> list[FitCandidate]:
-    """Return all candidates: first the fitting ones by size, KL and speed, then the nearest."""
+    """Return all candidates.
+
+    First come candidates that fit, ordered by size, KL and speed, then the rest, nearest to the
+    limits first.
+    """
     candidates = [
         candidate
         for file in files
@@ -172,7 +177,10 @@ def _is_beaten(candidate: FitCandidate, others: Sequence[FitCandidate]) -> bool:
 
 
 def _costs(candidate: FitCandidate) -> tuple[float, ...]:
-    """Return the figures that should be small: KL, latencies, memory, price; and minus the size."""
+    """Return the figures that should be small: KL, latencies, memory, price, and minus the size.
+
+    The size is the number of weights, which should be large.
+    """
     return (
         -candidate.num_weights,
         _UNKNOWN_RATIO if candidate.mean_kl is None else candidate.mean_kl,
@@ -238,7 +246,7 @@ def _candidate(
 
 
 def _round_s(planner: Planner, draft: Planner, streams: int) -> float:
-    """Return the seconds for each token of speculation, with the plan's usual share of drafts.
+    """Return the seconds per token with speculation, at the acceptance rate that plans assume.
 
     A round has the steps of the draft model, and a step that verifies its tokens.
     """

@@ -1,4 +1,4 @@
-"""The models that `fit` considers: their files, from headers and listings, before any download."""
+"""The models that `fit` considers: their files, from headers and listings, without downloads."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class FitFile(Frozen):
     """One file, or folder, of a model that could be run.
 
     Attributes:
-        name: the name that `pull` and `serve` take.
+        name: the name that `pull` and `serve` accept.
         label: its number format, such as Q4_K_M.
         model: the model with the weights of this file.
         kl: the divergence from the published weights; None if it is unknown.
         draft: the name of a draft model; empty without.
-        draft_model: the draft model.
+        draft_model: the draft model; None without.
         is_here: whether it is on this machine.
     """
 
@@ -166,9 +166,9 @@ def _hub_name(file: HubFile) -> HubName:
 
 
 def _hub_files(name: HubName) -> Iterator[FitFile]:
-    """Yield the files of a hub repository; the header of one of several GGUF files is read.
+    """Yield the files of a hub repository; of several GGUF files, the header of only one is read.
 
-    The others have the same model, and weights in proportion to their sizes.
+    The other files are taken to have the same model, and weights in proportion to their sizes.
     """
     selections = list_gguf_models(name)
     if not selections:
@@ -208,9 +208,9 @@ def _measured_kl(path: Path, read_kl: ReadKl) -> KlEstimate | None:
 
 
 def _kl_of(label: str) -> KlEstimate | None:
-    """Return the divergence that a number format of weights causes; None if it is not in the table.
+    """Return the divergence that a number format of weights causes; None if it is unknown.
 
-    Weights as published have none.
+    It is zero for formats in which weights are published.
     """
     if set(label.split(", ")) <= _PUBLISHED_FORMATS:
         return KlEstimate(0.0, "weights as published")

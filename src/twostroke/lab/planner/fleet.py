@@ -68,8 +68,8 @@ class PlacementGroup(Frozen):
 class ServedLoad(Frozen):
     """A model's load in a fleet's plan, and the part of it that the fleet serves (`carried`).
 
-    Both are in requests per second. `next_usd` is the price per hour of one more request per
-    second. For the objective "performance" it is the value that other models would lose.
+    Both are in requests per second. `next_usd` is the price per hour of serving one more request
+    per second. For the objective "performance" it is the value that other models would lose for it.
     """
 
     model: str
@@ -93,13 +93,12 @@ class FleetPlan(Frozen):
         objective: "cost" or "performance".
         mfu, mbu: the shares of peak arithmetic and bandwidth, as in the question.
         usd_per_hour: price of the fleet.
-        least_usd: lower bound for the price of any fleet of these replicas; None for
-            "performance".
+        least_usd: lower bound for the price of any fleet of these replicas; None for "performance".
         groups: devices and their replicas; empty if there is a `verdict`.
         models: the load of each model, and how much of it is served.
         binding: sentences about the limits that determine the result.
         alternatives: the best fleets without one kind of device.
-        verdict: why no fleet meets the question; otherwise empty.
+        verdict: why no fleet can serve the models as asked; empty if a fleet can.
         assumed: by model, fields that the configuration lacks, so that defaults are used.
     """
 
@@ -237,10 +236,11 @@ class _FleetPlanner:
         ]
 
     def _demand(self) -> Demand:
-        """Return the load of all models for the packer, with the cost of load that is not served.
+        """Return the load of all models for the packer, with penalties for load that is not served.
 
-        For the objective "cost", missing load costs far more than serving it. For "performance" it
-        costs its value, and prices only decide between fleets that serve the same load.
+        For the objective "cost", the penalty is far more than serving the load costs. For
+        "performance" it is the value of the load, and prices only decide between fleets that serve
+        the same load.
         """
         question = self._question
         max_usd = max(group.usd_per_hour for group in self._groups) + 1
@@ -450,9 +450,9 @@ def _unique_names(names: Sequence[str]) -> list[str]:
 
 
 def _describe_shortfall(shortfall: Shortfall) -> str:
-    """Return a sentence about a model that fits on no device group.
+    """Return a sentence about a model that fits on no device group, and what would help.
 
-    `shortfall` is its nearest miss; the sentence says what helps.
+    `shortfall` is from the device group on which the model exceeds its limit least.
     """
     if shortfall.figure == "memory":
         return (

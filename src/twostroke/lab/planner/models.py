@@ -54,7 +54,8 @@ class PlannedModel(Frozen):
         stored: the weights' number formats, as text.
         arithmetic: the arithmetic of its products, a key of `Device.peaks`.
         identity: identifies weights that are on this machine; otherwise empty.
-        origin: the model with the weights of its file, if `weight_bytes` are of other formats.
+        origin: if `weight_bytes` are of other formats than the file's, the model with the file's
+            weights.
         assumed: configuration fields that are missing, so that transformers' defaults are used.
     """
 
@@ -108,14 +109,13 @@ class PlannedModel(Frozen):
 def load_planned_model(model: str) -> PlannedModel:
     """Return the model with a name or path for plans; a config.json or its folder is enough.
 
-    Weights have the size that the cpu backend packs them to, mostly their size in the file. A
-    configuration without weights says how matrices are quantized; if plans do not know this way of
-    quantizing, matrices have 16 bits. Of a model on the hub that is not on this machine, only
+    Weights have the size to which the cpu backend packs them; mostly this is their size in the
+    file. If there is only a configuration, it says how matrices are quantized; for an unknown
+    quantization, 16 bits are assumed. If a model is on the hub and not on this machine, only its
     headers are fetched.
 
     Raises:
-        ModelNotFoundError, ModelFormatError: the model does not exist, or its files are
-            damaged.
+        ModelNotFoundError, ModelFormatError: the model does not exist, or its files are damaged.
         DownloadError: the hub cannot be reached.
     """
     path = env.expand_home(model)

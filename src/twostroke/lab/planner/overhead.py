@@ -17,10 +17,10 @@ _CELLS_PER_DOUBLING: Final = 8
 
 
 class OverheadRatio(NamedTuple):
-    """How much longer than its planned minimum time a measured step took.
+    """How much longer a measured step took than its planned minimum time.
 
     `attention` and `products` are ratios to the minimum times of these operations; `rest_s` is in
-    seconds. `position` and `name` say which step was measured.
+    seconds. `position` and `name` identify the measured step.
     """
 
     position: tuple[float, ...]

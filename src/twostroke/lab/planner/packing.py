@@ -69,7 +69,7 @@ class PackingResult(Frozen):
         bound: lower bound for the value of every packing.
         load_prices: increase of the value per additional request per second of each model.
         stock_prices: decrease of the value per additional device of a stock.
-        budget_price: decrease of the value per additional $ per hour.
+        budget_price: decrease of the value per additional $ per hour of budget.
     """
 
     used: tuple[tuple[PlacementPattern, int], ...]
@@ -195,10 +195,11 @@ class _GroupItems:
     def _useful(self, values: NDArray[Any], cost: float, min_value: float) -> NDArray[Any]:
         """Return which replicas can be part of a pattern worth more than `min_value`: (replicas,).
 
-        A replica's size is a weighted mean of its shares of time and memory, and sizes of a pattern
-        add up to at most 1. At any price per size, a pattern's value is at most the price plus, for
-        each model, the largest value above the price of its size. The same bound with one replica
-        fixed decides whether the replica is useful.
+        A replica's size is a weighted mean of its shares of time and memory, so the sizes of a
+        pattern's replicas add up to at most 1. If size had a price, a replica's gain would be its
+        value minus the price of its size. For every price, a pattern's value is at most the price
+        plus the largest gain (or 0) of each model. A replica is useful if this bound, with the
+        replica itself in place of its model's best one, exceeds `min_value`.
         """
         prices = cost * _PRICE_FACTORS
         gains = (values - prices * self._sizes).reshape(-1, len(values))
@@ -328,8 +329,8 @@ class _LinearProgram:
     def require_whole_replicas(self) -> bool:
         """Require whole replicas of each model in the linear program, if all load must be served.
 
-        Nothing is required if the demand may be served in part, or cannot be served at all. Returns
-        whether constraints were added, so that the linear program must be solved again.
+        If load may remain unserved, or cannot be served at all, this does nothing. Returns whether
+        constraints were added, so that the linear program must be solved again.
         """
         self._is_possible = max(self._missing_shares()) <= 1 - _SERVED_SHARE
         if not (self._demand.must_serve and self._is_possible):
@@ -347,8 +348,8 @@ class _LinearProgram:
     def prices(self) -> _Prices:
         """Return the dual prices of the linear program's limits on load, stock and budget.
 
-        Call this method before `require_whole_replicas`: afterwards replicas have a part of the
-        price.
+        Call this before `require_whole_replicas`, whose constraints would take over a part of the
+        prices.
         """
         return _Prices(
             tuple(map(float, self._duals[: len(self._loads)].clip(0) / self._loads)),
@@ -417,9 +418,9 @@ class _LinearProgram:
 
 
 def _replica_count(share: Any) -> Any:
-    """Return how much replicas count towards the two replicas that each model needs.
+    """Return how much a replica counts in the constraint that each model has two replicas.
 
-    This is a row of the linear program. A replica that serves `share` of the model's load counts 1,
-    or 2 if it serves all, since one such replica is enough.
+    This constraint is a row of the linear program. A replica counts 1; it counts 2 if its `share`
+    is all of the model's load, since one such replica is enough.
     """
     return 1 + (share >= _SERVED_SHARE)

@@ -104,18 +104,18 @@ class Plan(Frozen):
         shown_streams: number of streams of `decode` and of the what-ifs.
         prefill, decode: times of one prompt, and of a decode step.
         rows: rates, latencies and costs by number of streams.
-        chosen_row: figures of the largest number of streams that meets all objectives, or of
-            the given number; None if the question cannot be met.
-        verdict: why the question cannot be met; empty if it can.
+        chosen_row: figures of the largest number of streams that meets all objectives, or of the
+            number in the question; None if the question's requirements cannot be met.
+        verdict: why they cannot be met; empty if they can.
         bound: what limits the number of streams, unless the question gives the number.
         prefill_per_decode: prefill devices that keep one decode device busy.
-        loads: mean latencies at shares of the load that the chosen streams carry.
+        loads: mean latencies at several shares of the highest load of the chosen streams.
         steps: the formulas with their numbers.
         user_load: figures for the question's users; None without users.
-        calibrated: the measured steps that correct times; None without them.
+        calibrated: the accuracy of times that measured steps correct; None without such steps.
         assumed: configuration fields that are missing, so that transformers' defaults are used.
-        usual: the model and machine of the reference steps that correct times; empty without
-            them.
+        usual: the model and machine of the reference steps that correct times; empty without such
+            steps.
     """
 
     model: str
@@ -239,10 +239,10 @@ def _calibrated(planner: Planner, streams: int) -> CalibrationAccuracy | None:
 
 
 def _verdict(planner: Planner, memory: MemoryPlan, num_fitting: int, max_streams: int) -> str:
-    """Explain which requirement of its question a plan misses, and what would meet it.
+    """Explain which requirement of its question a plan misses, by how much, and what would meet it.
 
-    The text says by how much; it is empty if all requirements are met. `num_fitting` requests fit
-    into memory; `max_streams` of them meet the latency objectives.
+    The text is empty if all requirements are met. `num_fitting` requests fit into memory;
+    `max_streams` of them meet the latency objectives.
     """
     question, name = planner.question, planner.device.name
     context_length = planner.model.program.context_length

@@ -48,9 +48,9 @@ class MemoryPlan(Frozen):
         usable: memory for weights and requests; None if the device's memory is unknown.
         weights: size of the weights.
         kv_per_token: keys and values of the first token of a request.
-        kv_per_request: keys, values and recurrent states of one whole request.
-        most_streams: number of whole requests that fit at the same time.
-        most_tokens: tokens of the longest request that fits alone, at most the model's context.
+        kv_per_request: keys, values and recurrent states of one complete request.
+        most_streams: number of complete requests that fit at the same time.
+        most_tokens: tokens of the longest single request that fits, at most the model's context.
         devices_needed: devices with which one request fits; None if no number is enough.
     """
 
@@ -68,7 +68,7 @@ class PlanRow(Frozen):
 
     `step_s`, `mbu`, `mfu` and `bottleneck` describe a decode step. The other figures include
     prefill on the same devices: `tpot_s` includes the prefill of the other streams' prompts.
-    `ttft_s` does not wait for other prompts. `joules_per_token` assumes full power.
+    `ttft_s` does not include waiting for other prompts. `joules_per_token` assumes full power.
     `usd_per_million` is for a million output tokens, `usd_per_1k` for a thousand requests.
     """
 
@@ -270,8 +270,8 @@ class Planner:
         """Return the steps whose times determine the latencies with `streams` requests.
 
         The steps are a decode step of all streams, a decode step without one stream, and mixed
-        steps with a chunk of that stream's prompt. The array says how many steps each mixed step
-        stands for: (chunks,).
+        steps with a chunk of that stream's prompt. The array (chunks,) has, for each mixed step,
+        how many steps it represents.
         """
         question, num_others = self.question, streams - 1
         prompt_chunks = chunks(question.num_cached, question.prompt, question.max_chunk(num_others))

@@ -72,9 +72,9 @@ def user_load(planner: Planner, streams: int) -> UserLoad | None:
     """Return the mean latencies and rates of the question's users, on as few replicas as suffice.
 
     Returns None if the question names no users. A replica computes at most `streams` requests at
-    once. Replicas suffice if they meet the latency objectives; without an objective for the first
-    token, if requests on average do not queue for their turn. If no number of replicas suffices,
-    the result is the load on one replica.
+    once. Replicas suffice if they meet the latency objectives. If there is no objective for the
+    first token, they suffice if requests on average do not wait for a free stream. If no number of
+    replicas suffices, the result is the load on one replica.
     """
     question = planner.question
     num_users = question.users
@@ -179,8 +179,8 @@ def _waiting_users(times: _TimesByRunning, num_users: int, think_s: float) -> Lo
     """Return mean latencies of a replica for users who think for `think_s` after each answer.
 
     The number of requests is a birth-death process: each idle user sends a request with the rate 1
-    / `think_s`. A new request meets as many others as there are in a system without its user
-    (Lavenberg and Reiser, 1980).
+    / `think_s`. A new request sees as many other requests as a system without its user has on
+    average (Lavenberg and Reiser, 1980).
     """
     probabilities = _waiting_probabilities(times, num_users, think_s)
     num_slots = len(times.rates)

@@ -53,7 +53,7 @@ class Factors(Frozen):
         products: multiplies the minimum time of all other operations.
         rest_s: seconds added for work around operations.
         nearest: name of the measured step with the largest weight.
-        between_share: share of the time that passes between two steps.
+        between_share: share of a step's time that passes between the previous step and this one.
     """
 
     attention: float
@@ -165,9 +165,9 @@ class Totals(NamedTuple):
 class Roofline:
     """Computes the minimum times of a model's steps on the devices of a planning question.
 
-    `peak` and `bandwidth` are of all devices together, times MFU and MBU. With a correction, times
-    are minimum times multiplied by measured factors. `measured` is the roofline that the correction
-    was measured on: the model with its own weights on one device.
+    `peak` and `bandwidth` are the sums over all devices, times MFU and MBU. With a correction,
+    minimum times are multiplied by measured factors. `measured` is the roofline for which the
+    factors were measured: the model with its original weights on one device.
     """
 
     def __init__(
@@ -287,8 +287,9 @@ class Roofline:
     def totals(self, batch: BatchShape) -> Totals:
         """Return the planned seconds, arithmetic and bytes of a step, quickly for many steps.
 
-        Work that depends only on numbers of rows is computed once and remembered. Corrections are
-        the same for all steps of a cell. For a `DecodeRun`, totals are arrays: (steps,).
+        Work that depends only on numbers of rows is computed once and cached. Corrections are the
+        same for all steps with the same `Correction.cell`. For a `DecodeRun`, totals are arrays:
+        (steps,).
         """
         num_rows, num_sampled = batch.num_rows, batch.num_sampled
         rows = self._row_totals.get(num_rows)
@@ -311,7 +312,7 @@ class Roofline:
         return Totals(seconds, flops, num_bytes, between_s=between_share * seconds)
 
     def _cell_factors(self, batch: BatchShape) -> Any:
-        """Return the factors of attention and products, the seconds of the rest, and `between`.
+        """Return (attention factor, products factor, `rest_s`, `between_share`) of `Factors`.
 
         For a `DecodeRun`, each is an array: (steps,).
         """

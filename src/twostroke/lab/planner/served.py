@@ -80,9 +80,9 @@ class ServedStep(Frozen):
 def group_steps(steps: Iterable[Sequence[Any]]) -> tuple[ServedStep, ...]:
     """Return the steps that a server reports in `/api/state` by shape, with mean times.
 
-    A server shows each step for a while; a step that was read several times counts once. Steps
-    with drafts are left out. After a pause, most steps are prefills: the loop's work before such a
-    step is not known, and is assumed to take the median time of the other steps' work.
+    A server shows each step for a while; a step that was read several times counts once. Steps with
+    drafts are left out. Most steps after a pause are prefills, and the time of the loop's work
+    before them is unknown. It is assumed to be the median of the other steps.
     """
     distinct_steps = list(dict.fromkeys(map(tuple, steps)))
     known_between_s = [turn_s - step_s for *_, step_s, _, turn_s in distinct_steps if turn_s > 0]
@@ -106,11 +106,11 @@ def group_steps(steps: Iterable[Sequence[Any]]) -> tuple[ServedStep, ...]:
 
 
 def _mean_step(steps: list[ServedStep]) -> ServedStep:
-    """Return a server's step of one shape, with the median context and the mean times of all.
+    """Return one step for several steps of the same shape: the median context, and the mean times.
 
-    Requests wait for the sum of all steps. Beside clients and other programs some steps take much
-    longer than the median, so medians would predict too little. Steps that take more than
-    `_MAX_OVER_MEDIAN` times as long are disturbances, and are left out.
+    Means are used because requests wait for the sum of all steps, and some steps take much longer
+    than the median: medians would predict too little. Steps that take more than `_MAX_OVER_MEDIAN`
+    times the median are disturbances, and are left out.
     """
     middle = sorted(steps, key=lambda step: step.attended)[len(steps) // 2]
     limit_s = _MAX_OVER_MEDIAN * median(step.seconds for step in steps)

@@ -1,4 +1,4 @@
-"""Variants of a model with cheaper attention, as if it had been trained with them."""
+"""Variants of a model with cheaper attention, as if the model had been trained so."""
 
 from __future__ import annotations
 
