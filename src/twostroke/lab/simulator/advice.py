@@ -54,7 +54,7 @@ class Estimate(Frozen):
     tail: float
 
     def is_better_than(self, other: Estimate) -> bool:
-        """Whether more requests are good, or as many, with clearly lower tail latencies."""
+        """Whether more requests are good; or about as many, with clearly lower tail latencies."""
         gain = self.good_share - other.good_share
         if abs(gain) > MIN_SHARE_GAIN:
             return gain > 0
@@ -62,7 +62,7 @@ class Estimate(Frozen):
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Better estimates have a larger rank."""
+        """A sort key: better estimates have a larger rank."""
         return round(self.good_share / MIN_SHARE_GAIN), -self.tail
 
 
@@ -99,13 +99,14 @@ class Advice(Frozen):
     """Settings of a server for a load, with the estimates of the defaults and of these settings.
 
     Attributes:
-        changes: values of options that differ from the defaults, by field name; empty if no
-            setting is better beyond the noise.
+        changes: values of options that differ from the defaults, by field name; empty if no setting
+            is better beyond the noise.
         default, advised: the estimates on a machine of the median speed.
-        best: the changes with the best low end of their gain; `changes`, if that is positive.
+        best: the changes whose gain has the best low end; equal to `changes` if that low end is
+            positive.
         gain: the gain of `best` over the defaults; None if no setting looks better.
-        machine: the speeds of the machine that the gain counts with.
-        num_tried: the number of settings that were simulated, with the defaults.
+        machine: the speeds of the machine for which the gain is computed.
+        num_tried: the number of settings that were simulated, including the defaults.
         is_partial: whether the search ended before it had tried all settings.
     """
 
@@ -139,9 +140,10 @@ class FleetAdvice(Frozen):
     is_partial: bool = False
 
     def is_better_than(self, other: FleetAdvice) -> bool:
-        """Whether this fleet alone is enough, or has the better estimate.
+        """Whether only this fleet is enough, or, if both or none are, it has the better estimate.
 
-        A fleet that is no better at the median speed may be the first that is enough at the lowest.
+        A fleet that is no better at the median speed may be the first that is enough at the lowest
+        speed.
         """
         if self.is_enough is not other.is_enough:
             return self.is_enough
@@ -160,19 +162,18 @@ def advise(
 ) -> Advice:
     """Search for the options of a server with which most requests meet the objectives.
 
-    The search simulates a machine of the median speed. The gains of the best settings that it finds
-    are then computed for all speeds of the machine, and for draws of the load's requests. The
-    setting with the best low end of its gain is advised, if even that is better than `setup`.
+    The search simulates a machine of the median speed. Then the gains of the best settings are
+    computed for all speeds of the machine, and for resampled requests of the load. The setting
+    whose gain has the best low end is advised, if even this low end is better than `setup`.
 
     Args:
         setup: the server with its present settings.
         load: the load, such as a recorded trace.
         objectives: the latency objectives.
-        choices: which options may be changed; by default only options that cannot change
-            answers.
+        choices: which options may be changed; by default only options that cannot change answers.
         machine: the speeds of the machine; by default from the recorded times of the load.
         watch: called with each tried change and its estimate.
-        has_time: asked before each further setting; if it returns False, the search ends with the
+        has_time: called before each further setting; if it returns False, the search ends with the
             best setting so far, whose gain is still computed.
 
     Raises:
@@ -239,9 +240,9 @@ def _search(
 def _with_possible_running(
     setup: SimulationSetup, changes: dict[str, Any], choices: dict[str, tuple[Any, ...]]
 ) -> dict[str, Any]:
-    """Return changes in which no more requests run than the token budget allows.
+    """Return `changes` with a limit of running requests that the token budget allows.
 
-    Without this, a lower budget would never be possible if the number of requests is set.
+    Without this, a lower budget could never be tried if the limit of running requests is set.
     """
     token_budget = changes.get("token_budget", setup.batch.token_budget)
     max_running = changes.get("max_running", setup.batch.max_running)
@@ -251,7 +252,7 @@ def _with_possible_running(
 
 
 class _Trials:
-    """Simulates a load under changed settings, each once."""
+    """Simulates a load under changed settings; each setting is simulated only once."""
 
     def __init__(
         self,
@@ -277,7 +278,7 @@ class _Trials:
         return len(self._changes)
 
     def of(self, changes: dict[str, Any]) -> Estimate:
-        """Return the estimate of settings that are possible."""
+        """Return the estimate of changed settings, which must be possible together."""
         key = tuple(sorted(changes.items()))
         earlier_estimate = self._estimates.get(key)
         if earlier_estimate is not None:
@@ -300,7 +301,7 @@ class _Trials:
             return None
 
     def best_changes(self, count: int) -> list[dict[str, Any]]:
-        """Return the changes with the best estimates, without changes that are no better."""
+        """Return up to `count` changes that are better than the default, the best first."""
         default = self.of({})
         better = [
             (estimate, self._changes[key])
@@ -338,11 +339,11 @@ def advise_fleet(
 ) -> FleetAdvice:
     """Search for the smallest number of servers with which `share` of requests are good.
 
-    Both routing policies that count work are tried, and disaggregation if the speed of the link
-    between servers is known. `setup` has the settings of each server. `machine` has the speeds of
-    each; the estimate is for the median, and a fleet is enough if it is also at the lowest one.
-    `watch` is called with each tried fleet and its estimate. If it returns False, the search ends
-    with the best fleet so far.
+    Both routing policies that count work are tried; disaggregation is tried, too, if the speed of
+    the link between servers is known. `setup` has the settings of each server. `machine` has the
+    speeds of each server. The estimate is for the median speed; a fleet is enough only if it is
+    enough at the lowest speed, too. `watch` is called with each tried fleet and its estimate. If it
+    returns False, the search ends with the best fleet so far.
     """
     machine = machine or recorded_speed(setup, load)
     routings = ("prefix", "least-work") if setup.cache.prefix_cache else ("least-work",)
@@ -410,7 +411,7 @@ def good_requests(
 
 
 def _scaled(objectives: Objectives, slowness: float) -> Objectives:
-    """Return the objectives in the units of time of a slower machine, as `slowed` has them."""
+    """Return the objectives in the slower machine's units of time, which `slowed` explains."""
     limits = (objectives.ttft_s, objectives.tpot_s)
     return Objectives(*(None if limit is None else limit / slowness for limit in limits))
 

@@ -1,9 +1,9 @@
 """Estimates the availability of replicas that fail.
 
-Failures are rare, and their effects short. So random failures of many years are drawn, which is
-cheap, and divided into episodes that do not influence each other. A stratum has the episodes with
-the same kinds of failures and the same number of replicas that are down at once. Only some episodes
-of each stratum are simulated, with the load, and their effects are weighted by the number of
+Failures are rare, and their effects short. Therefore random failures of many years are drawn, which
+is cheap, and divided into episodes that do not influence each other. Episodes with the same kinds
+of failures, and with the same number of replicas that are down at once, form a stratum. Only some
+episodes of each stratum are simulated with the load. Their effects are weighted by the number of
 episodes in the stratum.
 """
 
@@ -61,11 +61,11 @@ _RULE_OF_THREE: Final = 3.0  # without an event in n trials, the 95% interval en
 
 
 class DisturbedRun(Frozen):
-    """A load on replicas that fail.
+    """A simulated load on replicas that fail.
 
     Attributes:
         logs: times and counts of each request.
-        causes: why requests were not answered to their end, by index of the log.
+        causes: why requests did not get a complete answer, by index of the log.
         pauses: the pauses of streams that were lost and continued.
         num_failures: failures that happened.
     """
@@ -108,14 +108,14 @@ def play_failures(
 
 
 class Outcome(Frozen):
-    """The requests of a span of time, and how many of them were not answered well.
+    """The requests of a span of time, and how many of them failed or missed an objective.
 
     Attributes:
-        num_requests: requests that arrived and are valid.
+        num_requests: valid requests that arrived.
         causes: number of requests that failed or missed an objective, by cause.
         seconds: the span of time.
-        bad_s: the part of the time in which such requests arrived; each request stands for the time
-            until the next one.
+        bad_s: the part of the time in which such requests arrived; a request counts for the time
+            until the next request.
     """
 
     num_requests: int
@@ -138,7 +138,7 @@ def find_outcome(
 ) -> Outcome:
     """Return the outcome of the requests that arrived within a span of time, on the logs' clock.
 
-    The logs are in the order of arrival. `causes` says why requests were not answered to their end,
+    The logs are in the order of arrival. `causes` says why requests did not get a complete answer,
     by index of the log.
     """
     counts: Counter[str] = Counter()
@@ -171,9 +171,9 @@ class Availability(Frozen):
     Shares are of all requests, from 0 to 1.
 
     Attributes:
-        share: requests that are answered to their end and within the objectives.
-        low, high: the 95% interval of `share`; only failures are random in it.
-        time_share: the share of time in which requests that arrive are answered in this way.
+        share: requests that get a complete answer within the objectives.
+        low, high: the 95% interval of `share`; it covers only the randomness of failures.
+        time_share: the share of time in which arriving requests are answered in this way.
         undisturbed_share: `share` without failures.
         num_undisturbed: the number of simulated requests from which `undisturbed_share` is
             estimated.
@@ -181,7 +181,8 @@ class Availability(Frozen):
         num_failures: failures that were simulated.
         failures_per_month: expected failures of all replicas, by kind.
         num_pauses: pauses of streams in the simulated episodes.
-        pause_p99_s, longest_pause_s: of these pauses; None without pauses.
+        pause_p99_s, longest_pause_s: 99th percentile and maximum of these pauses; None without
+            pauses.
     """
 
     share: float
@@ -283,10 +284,10 @@ def estimate_availability(
 
 
 class _FailureSample(NamedTuple):
-    """Random failures of a long time, and the episodes of them that are simulated.
+    """Random failures of a long time, and the episodes of failures that will be simulated.
 
-    `strata` has, for each stratum, its number of episodes in that time, and the chosen episodes.
-    `has_gaps` says whether these numbers are random, because time passes between episodes.
+    Each item of `strata` is (number of episodes of a stratum in that time, the chosen episodes).
+    `has_gaps`: time passes between episodes, so the numbers of episodes are random.
     """
 
     failures: tuple[Failure, ...]

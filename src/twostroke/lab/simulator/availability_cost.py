@@ -36,7 +36,7 @@ _MAX_SHORT_RATIO: Final = 20.0
 
 
 class Candidate(Frozen):
-    """A number of replicas, on machines that stay and on spot machines, and its availability.
+    """Numbers of replicas on permanent machines and on spot machines, and their availability.
 
     `usd_per_hour` is the price of all devices; None if the price of a device is not known.
     """
@@ -180,7 +180,7 @@ def _miss_text(cause: str) -> str:
 
 
 def _mixes(num_needed: int, max_replicas: int, *, has_spot: bool) -> Iterator[tuple[int, int]]:
-    """Yield numbers of replicas on machines that stay, and on spot machines."""
+    """Yield pairs: (replicas on permanent machines, replicas on spot machines)."""
     for num_replicas in range(num_needed, max_replicas + 1):
         for num_spot in range(num_replicas + 1 if has_spot else 1):
             yield num_replicas - num_spot, num_spot

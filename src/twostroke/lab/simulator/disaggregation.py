@@ -152,7 +152,7 @@ class SimulatedTransfers:
     def arrive(self, number: int, *, is_prefilled: bool = True) -> None:
         """Give a prompt's KV pages to the replica that decodes the request.
 
-        If `is_prefilled` is false, there are no pages, and the replica computes the prompt itself.
+        If `is_prefilled` is false, there are no pages, and that replica computes the prompt.
         """
         prompt = self._remote.pop(number)
         placement = prompt.placement

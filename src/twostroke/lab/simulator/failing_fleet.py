@@ -240,7 +240,7 @@ class FailingFleet(SimulatedFleet):
     # Failures of replicas.
 
     def _fail(self, failure: Failure) -> int:
-        """Begin a failure, unless the replica is down or has got notice."""
+        """Begin a failure, unless the replica is down or has received a notice."""
         index, server, now_s = failure.replica, self._servers[failure.replica], self._clock.now_s
         if server.is_failing:
             return index
@@ -332,9 +332,9 @@ class _Server:
     """A server as the router sees it.
 
     Attributes:
-        calls: the requests that the router has sent there and that have not ended, by number.
+        calls: the requests that the router has sent to it and that have not ended, by number.
         is_open: whether the router sends it requests.
-        is_failing: whether it has got notice or is down.
+        is_failing: whether it has received a notice or is down.
         is_down: whether it has no engine.
         checked_s: when its health was checked; it is checked at a constant interval from then on.
     """
@@ -359,11 +359,11 @@ class _Call:
         request: the request that was sent to a replica last.
         failed: indices of the replicas that have lost or refused it.
         num_losses: how often a replica has lost it.
-        num_sent_tokens: tokens of `request` when the replica got it.
-        is_submitted: whether an engine has it; else its server waits for an engine.
-        is_refused: whether the last replica had no room.
-        give_up_s: when it stops to wait for a replica; 0 before it waits.
-        started_s, first_token_s, last_token_s, num_cached: as in its log; 0 before the token.
+        num_sent_tokens: tokens of `request` when the replica received it.
+        is_submitted: whether an engine has it; otherwise it waits at its server for an engine.
+        is_refused: whether the last replica refused it, because its queue was full.
+        give_up_s: when it stops waiting for a replica; 0 before it waits.
+        started_s, first_token_s, last_token_s, num_cached: as in its log; 0 before that time.
     """
 
     __slots__ = (
@@ -382,7 +382,7 @@ class _Call:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the client has a part of the answer."""
+        """Whether the client has received a part of the answer."""
         return self.first_token_s > 0
 
     @property
@@ -391,7 +391,7 @@ class _Call:
         return self.is_submitted and self.request.started_s > 0
 
     def take_tokens(self, at_s: float) -> None:
-        """Note the tokens that the lost engine has computed; the last one came at `at_s`."""
+        """Record the tokens that the lost engine has computed; the last one came at `at_s`."""
         if self.is_submitted and len(self.request.tokens) > self.num_sent_tokens:
             self.last_token_s = at_s
             self.num_sent_tokens = len(self.request.tokens)

@@ -142,9 +142,9 @@ class SimulatedFleet:
         heapq.heappush(self._events, (at_s, event, key))
 
     def _flush_batches(self) -> bool:
-        """Start batches that are not full, because no more requests come in the simulation.
+        """Start batches that are not full, because no more requests arrive in the simulation.
 
-        Returns whether there are events again.
+        Returns whether there are new events.
         """
         for index, replica in enumerate(self._replicas):
             if replica.scheduler.has_work:
@@ -220,7 +220,8 @@ class SimulatedFleet:
     def _choose(self, request: Request, excluded: Collection[int] = ()) -> int | None:
         """Let the router choose a replica for a request; return the replica's index.
 
-        `excluded` are the indices of replicas that may not be chosen. None if no other is open.
+        `excluded` are the indices of replicas that may not be chosen. None if all open replicas are
+        excluded.
         """
         for index in self._router.due():
             self._interrupt(index, catch_up=True)
@@ -308,8 +309,9 @@ class SimulatedRouter:
     def choose(self, request: Request, excluded: Collection[int] = ()) -> int | None:
         """Return the index of the replica to which the router sends a request.
 
-        A real router compares the text of prompts; here the prompt's tokens stand for its text.
-        `excluded` are the indices of replicas that may not be chosen; None if no other is open.
+        A real router compares the text of prompts; here the prompt's tokens represent its text.
+        `excluded` are the indices of replicas that may not be chosen. None if all open replicas are
+        excluded.
         """
         text = array("I", request.prompt).tobytes()
         keys = block_keys(text, request.salt) if self._knows_prefixes else ()

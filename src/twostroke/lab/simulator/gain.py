@@ -1,4 +1,4 @@
-"""How much better one setting is than another for a load, with the interval of chance."""
+"""How much better one setting is than another for a load, with a 95% interval."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Interval(Frozen):
 
 
 class Gain(Frozen):
-    """The gain of a setting over another one.
+    """The gain of a setting over another setting.
 
     Attributes:
         share: the difference of the shares of requests that meet the objectives.
-        goodput: the ratio of these shares, less 1; None if no request meets them without the
-            setting.
-        tail: the ratio of the 99th percentiles of times over their objectives, less 1.
+        goodput: the ratio of these shares, minus 1; None if no request meets the objectives with
+            the other setting.
+        tail: the ratio of the 99th percentiles of (time / objective), minus 1.
     """
 
     share: Interval
@@ -49,9 +49,10 @@ class Gain(Frozen):
 
     @property
     def is_beyond_noise(self) -> bool:
-        """Whether the low end is not worse, and more requests are expected to be good.
+        """Whether the setting is better by more than chance.
 
-        If as many are expected to be good, the tails must be shorter even at the other end.
+        The low end of `share` must not be worse than no change. Then either more requests are
+        expected to be good, or the tail latencies are lower even at the high end of `tail`.
         """
         if self.share.low < -MIN_SHARE_GAIN:
             return False
@@ -61,7 +62,7 @@ class Gain(Frozen):
 
     @property
     def rank(self) -> tuple[float, float, float]:
-        """Settings with a larger rank are better: at the low end, or else on average."""
+        """A sort key: better settings have a larger rank, by the low end of `share` first."""
         tail = 0.0 if self.tail is None else self.tail.high
         low, expected = self.share.low, self.share.expected
         return round(low / MIN_SHARE_GAIN), round(expected / MIN_SHARE_GAIN), -tail
@@ -86,10 +87,10 @@ def objective_ratios(logs: Sequence[RequestLog], objectives: Objectives) -> np.n
 
 
 def expected_gain(before: Sequence[np.ndarray], after: Sequence[np.ndarray]) -> Gain:
-    """Return the gain of a setting, from the requests of a load without it and with it.
+    """Return the gain of a setting, from the requests of a load without the setting and with it.
 
     Each array has the `objective_ratios` of the load on a machine of another speed; all speeds are
-    equally likely. Runs of requests are drawn again, the same without and with the setting.
+    equally likely. Runs of consecutive requests are resampled, the same for both settings.
     """
     rng = np.random.default_rng(_SEED)
     num_requests = len(before[0])
@@ -112,14 +113,16 @@ def expected_gain(before: Sequence[np.ndarray], after: Sequence[np.ndarray]) -> 
 
 
 def measured_gain(estimated: Sequence[np.ndarray], measured: np.ndarray) -> Interval:
-    """Return the share of measured requests that are good, less the share that is estimated.
+    """Return the share of measured requests that are good, minus the estimated share.
 
     Each array of `estimated` has, for a machine of another speed, whether each request is estimated
     to be good; `measured` has whether it was: (requests,), in the order of arrival. All speeds are
-    equally likely. Requests of a burst are good or bad together, so runs of requests are drawn
-    again, of several lengths, and the widest interval counts. In simulated traffic whose bursts
-    have up to a tenth of the requests, 95% intervals then miss the truth at one end in 2% to 5% of
-    cases; intervals of independent requests miss it in 15% to 39%.
+    equally likely.
+
+    Requests of a burst are good or bad together, so runs of consecutive requests are resampled.
+    This is done with several lengths of runs, and the widest interval is returned. In simulated
+    traffic whose bursts have up to a tenth of the requests, 95% intervals then miss the truth at
+    one end in 2% to 5% of cases; intervals of independent requests miss it in 15% to 39%.
     """
     rng = np.random.default_rng(_SEED)
     differences = [measured.astype(float) - are_good for are_good in estimated]

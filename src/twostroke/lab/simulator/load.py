@@ -25,10 +25,10 @@ _GOLDEN_RATIO: Final = np.uint64(0x9E3779B97F4A7C15)  # 2^64 divided by the gold
 class RequestArrival(Frozen):
     """A request of a simulated workload, which arrives `at_s` seconds after the start.
 
-    Prompts that begin with equal `blocks` begin with equal tokens, `block_size` for each block. All
-    prompts with a `num_shared` share their first tokens, up to the smaller `num_shared`.
-    `recorded_e2e_s` are the seconds until the last token, as a server with the workload's settings
-    recorded them.
+    Prompts that begin with equal `blocks` begin with equal tokens: each block stands for
+    `block_size` tokens. Two prompts also share their first tokens, up to the smaller of their
+    `num_shared`. `recorded_e2e_s` are the seconds until the last token, as a server with the
+    workload's settings recorded them.
     """
 
     at_s: float
@@ -84,10 +84,11 @@ class Workload(Frozen):
         return (len(self.arrivals) - 1) / seconds if seconds else 0.0
 
     def changed(self, *, speed: float = 1.0, scale: float = 1.0) -> Workload:
-        """Return a workload with more or fewer requests per second, and longer or shorter ones.
+        """Return a workload with another rate of requests, and other lengths.
 
-        It is `speed` times as fast, and all lengths in tokens are multiplied by `scale`. Blocks are
-        scaled too, so that prompts still share the same prefixes. Recorded times are left out.
+        Requests arrive `speed` times as fast, and all lengths in tokens are multiplied by `scale`.
+        Blocks are scaled too, so that prompts still share the same prefixes. Recorded times are
+        left out.
         """
         for field, value in (("speed", speed), ("scale", scale)):
             if not 1e-9 <= value <= 1e9:

@@ -1,4 +1,4 @@
-"""How much slower a machine is than its measured steps say, by the times of recorded requests."""
+"""How much slower a machine is than its measured steps predict, by times of recorded requests."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ _ASSUMED: Final = (0.8, 0.9, 1.0, 1.1, 1.25)
 
 
 class MachineSpeed(Frozen):
-    """How much longer steps take than the simulation expects: its errors, and other programs.
+    """How much longer steps take than simulated, due to model errors and other programs.
 
     Attributes:
         slowness: equally likely ratios of real times to simulated times, in ascending order.
-        num_recorded: number of recorded requests that they come from; 0 if they are assumed.
+        num_recorded: number of recorded requests from which they were computed; 0 if they are
+            assumed.
     """
 
     slowness: tuple[float, ...] = _ASSUMED
@@ -71,12 +72,12 @@ def slowed(
 
 
 def recorded_speed(setup: SimulationSetup, load: Workload) -> MachineSpeed:
-    """Return the speed of the machine that recorded a load, beside its simulation with `setup`.
+    """Return the speed of the machine that recorded a load, compared with its simulation.
 
-    The simulation has the settings of the server that recorded the load. The load is divided into
-    parts. For each part, the slowness is the one at which the simulated requests have the median
-    E2E of the recorded ones. Without enough recorded times, steps are assumed to take from 0.8
-    to 1.25 times as long.
+    The simulation has the settings of the server that recorded the load; `setup` is the simulated
+    server. The load is divided into parts. The slowness of a part is chosen so that its simulated
+    requests have the median E2E of its recorded requests. Without enough recorded times, steps are
+    assumed to take from 0.8 to 1.25 times as long.
     """
     recorded_s = np.array(
         [
@@ -109,7 +110,7 @@ def recorded_speed(setup: SimulationSetup, load: Workload) -> MachineSpeed:
 
 
 def _spread(slowness: Sequence[float]) -> tuple[float, ...]:
-    """Return the values with ends that are at least 10% from their middle."""
+    """Return the values; move both ends outward if they are less than 10% from the middle."""
     middle = slowness[len(slowness) // 2]
     first, *inner, last = slowness
     return (min(first, middle / _MIN_SPREAD), *inner, max(last, middle * _MIN_SPREAD))

@@ -63,7 +63,7 @@ class PageCacheSettings(Frozen):
 class SimulatedPageCache:
     """Stores and loads KV pages by the rules of `OffloadManager`, in virtual time.
 
-    Pages are stored at once, and loading takes the time of their bytes. The scheduler reports used
+    Storing a page takes no time; loading takes the time of its bytes. The scheduler reports used
     pages by the methods of `PageWatcher`. Before each call, the replica must have applied all steps
     that have ended (`catch_up`).
 
@@ -183,7 +183,7 @@ class SimulatedPageCache:
     def _add(
         self, name: bytes, num_bytes: int, saved_s: float, index: int, previous: bytes
     ) -> None:
-        """Add a page or a snapshot, or note its use; evict others if the cache is full."""
+        """Add a page or a snapshot, or record its use; evict others if the cache is full."""
         entries, now_s = self._index.entries, self._clock.now_s
         if name in entries:
             self._index.use(name, saved_s, now_s)

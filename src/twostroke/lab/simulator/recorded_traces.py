@@ -1,4 +1,4 @@
-"""Reads the traces that `--record-trace` records, and reports where their prompts part."""
+"""Reads the traces that `--record-trace` records, and reports where their prompts diverge."""
 
 from __future__ import annotations
 
@@ -46,11 +46,12 @@ _MAX_LINE_BYTES: Final = 1 << 10  # on average, in a file that is read from its 
 
 
 class RecordedTrace(Frozen):
-    """The sound requests of a recorded trace, in the order in which they ended.
+    """The valid requests of a recorded trace, in the order in which they ended.
 
     Attributes:
-        requests: the requests, with the times of one clock.
-        earlier: for each request, the index of the request with whose prompt it shares a beginning.
+        requests: the requests, with their times on one clock.
+        earlier: for each request, the index of an earlier request whose prompt begins in the same
+            way.
         notes: sentences about the parts of the file that are missing or were changed.
         settings: the settings of the server in its last run; None if unknown.
         num_with_settings: how many of the last requests were served with these settings.
@@ -65,7 +66,7 @@ class RecordedTrace(Frozen):
     shift_s: float = 0.0
 
     def arrivals(self) -> list[RequestArrival]:
-        """Return the requests with equal blocks where their prompts share a beginning."""
+        """Return the requests; where their prompts share a beginning, they have equal blocks."""
         # Only blocks that some later request shares need an id.
         num_shared = [
             request.shared[1] // BLOCK_TOKENS if request.shared is not None else 0
@@ -104,7 +105,7 @@ class RecordedTrace(Frozen):
 
 
 def is_recorded_trace(path: Path) -> bool:
-    """Return whether a file's content is a recorded trace, even without its beginning."""
+    """Return whether a file is a recorded trace; its beginning may be missing."""
     with open_regular_file(path) as file:
         lines = file.read(_SNIFFED_BYTES).splitlines()
     for line in lines[:_SNIFFED_LINES]:
@@ -120,16 +121,16 @@ def is_recorded_trace(path: Path) -> bool:
 
 
 def read_recorded_trace(path: Path, *, newest_lines: int | None = None) -> RecordedTrace:
-    """Return the sound requests of a recorded trace.
+    """Return the valid requests of a recorded trace.
 
     Lines that are not requests, and requests that another version recorded, are left out; the notes
-    tell how many. Where the clock jumps, the times after it are moved.
+    tell how many. Where the clock jumps, the times after the jump are moved.
 
     With `newest_lines`, only this number of lines at the file's end is read, and the settings of
     the server before them, so that a file of any size takes little memory.
 
     Raises:
-        UsageError: the file has no sound request, or more than a million without `newest_lines`.
+        UsageError: the file has no valid request, or more than a million without `newest_lines`.
     """
     reader = _LineReader()
     with open_regular_file(path) as file:
@@ -204,7 +205,8 @@ class TenantReport(Frozen):
     Attributes:
         tenant: the hash of the tenant; empty without keys.
         num_prompts, num_tokens: the prompts and their tokens.
-        partings: where prompts part; the most repeated tokens come first.
+        partings: positions at which prompts diverge; positions with the most repeated tokens come
+            first.
     """
 
     tenant: str
@@ -214,9 +216,9 @@ class TenantReport(Frozen):
 
 
 def report_prompts(trace: RecordedTrace) -> list[TenantReport]:
-    """Return where the prompts of each tenant part; tenants with the most tokens come first.
+    """Return where the prompts of each tenant diverge; tenants with the most tokens come first.
 
-    A trace has no text, so prompts that part at the same position count as one point.
+    A trace has no text, so all prompts that diverge at the same position count as one parting.
     """
     reports = []
     for tenant in dict.fromkeys(request.tenant for request in trace.requests):

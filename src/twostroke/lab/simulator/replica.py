@@ -55,10 +55,10 @@ class _FastForward(Frozen):
 class SimulatedReplica:
     """A simulated engine; `totals` says how much virtual time a step takes.
 
-    The real scheduler plans the steps, and nothing is computed. A request's tokens follow from its
-    seed and their index (`token_at`), also with speculation. So decode steps that need no decision
-    of the scheduler are performed at once (fast-forward). Call `interrupt` before submitting a
-    request, and `catch_up` before reading the prefix cache.
+    The real scheduler plans the steps, and nothing is computed. A request's tokens are determined
+    by its seed and their index (`token_at`), also with speculation. Decode steps that need no
+    decision of the scheduler are performed at once (fast-forward). Call `interrupt` before
+    submitting a request, and `catch_up` before reading the prefix cache.
 
     Attributes:
         num_requests: unfinished requests.

@@ -1,4 +1,4 @@
-"""Simulates a workload on replicas of a model; its reports have the form of measured runs."""
+"""Simulates a workload on replicas of a model; its reports have the same form as measured runs."""
 
 from __future__ import annotations
 

@@ -114,11 +114,11 @@ def search_loads(
     max_ratio: float,
     watch: Callable[[LoadProbe], None],
 ) -> tuple[float | None, float | None]:
-    """Return two speeds of a workload: `share` of the requests meet the objectives at the first.
+    """Return (highest good speed, lowest bad speed) of a workload.
 
-    At the second, which is at most `max_ratio` times the first, fewer do, or the queue grows. The
-    first is None if no speed meets the objectives, the second if no speed misses them. `watch` gets
-    each simulated load.
+    At a good speed, `share` of the requests meet the objectives; at a bad speed fewer do, or the
+    queue grows. The bad speed is at most `max_ratio` times the good speed. The first result is None
+    if no speed is good, the second if no speed is bad. `watch` gets each simulated load.
     """
     if not 0 < share <= 1:
         raise UsageError(f"must be above 0 and at most 1, got {share}.", field="share")
@@ -156,10 +156,10 @@ def _missed_objectives(report: RunReport, objectives: Objectives) -> Iterator[st
 
 
 def _bracketing_speeds(meets: Callable[[float], bool]) -> tuple[float | None, float | None]:
-    """Return two speeds of the workload between which the highest good speed lies.
+    """Return (a good speed, a bad speed) of the workload, between which the limit lies.
 
-    The first meets the objectives, and the second, its double, misses them. The first is None if no
-    speed meets the objectives; the second if no speed misses them.
+    The bad speed, at which `meets` is false, is double the good speed. The first is None if no
+    speed is good, the second if no speed is bad.
     """
     speed = 1.0
     factor = 2.0 if meets(speed) else 0.5

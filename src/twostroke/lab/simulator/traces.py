@@ -173,9 +173,9 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
 
 
 def _arrival(row: Mapping[str, Any], *, is_json: bool) -> RequestArrival:
-    """Return the request that a line of a trace describes; raise ValueError if it is not valid.
+    """Return the request that a line of a trace describes.
 
-    The error has the reason.
+    Raises ValueError, with the reason, if the line is not valid.
     """
     prompt, output = _count(row, _PROMPT_COLUMNS), _count(row, _OUTPUT_COLUMNS)
     ids = row.get("hash_ids", ()) if is_json else ()

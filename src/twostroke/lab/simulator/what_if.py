@@ -1,4 +1,4 @@
-"""Finds how many times a load replicas can take, and which latency objective is missed next."""
+"""Finds how far a load can grow on given replicas, and which latency objective is missed next."""
 
 from __future__ import annotations
 
