@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import pickle
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 import twostroke
@@ -105,14 +108,16 @@ def test_a_prompt_can_be_token_ids(llm: LLM) -> None:
     assert llm.generate(tokens, GREEDY)[0][0].token_ids == by_text[0][0].token_ids
     both = llm.generate([tokens, "hello world"], GREEDY)
     assert both[0][0].token_ids == both[1][0].token_ids == by_text[0][0].token_ids
+    for array in (np.array(tokens), np.array([tokens])):  # of one prompt, and of a list of one
+        assert llm.generate(array, GREEDY)[0][0].token_ids == by_text[0][0].token_ids
 
 
 @pytest.mark.parametrize(
     "prompts", [None, 5, b"ab", {"a": 1}, [[1, "a"]], [None], [[1.5]], [b"ab"], [1, "a"]]
 )
 def test_wrong_prompts_are_refused_with_a_sentence(llm: LLM, prompts: Any) -> None:
-    for call in (llm.generate, llm.embed):
-        with pytest.raises(RequestError, match=r"a text.* list of .*, got .*\.$"):
+    for call, name in ((llm.generate, "prompt"), (llm.embed, "input")):
+        with pytest.raises(RequestError, match=rf"^{name} .*a text.* list of .*, got .*\.$"):
             call(prompts)
 
 
@@ -134,6 +139,36 @@ def test_params_of_another_kind_are_refused(llm: LLM, wrong: Any) -> None:
         llm.generate("a", wrong)
     with pytest.raises(UsageError, match="must be a SamplingParams"):
         next(llm.stream("a", wrong))
+
+
+@pytest.mark.parametrize("name", ["suffix", "speculate", "prediction"])
+def test_hints_and_suffixes_of_another_kind_are_refused(llm: LLM, name: str) -> None:
+    for call in (llm.generate, lambda *args, **names: list(llm.stream(*args, **names))):
+        with pytest.raises(RequestError, match=f"^{name} must be a text, got 5"):
+            call("a", GREEDY, **{name: 5})
+    if name != "suffix":
+        with pytest.raises(RequestError, match=f"^{name} must be a text, got 5"):
+            llm.chat(HELLO, GREEDY, **{name: 5})  # type: ignore[call-overload]
+
+
+def test_none_stands_for_no_stops_and_no_bias() -> None:
+    nothing: Any = None
+    params = SamplingParams(stop=nothing, stop_token_ids=nothing, logit_bias=nothing)
+    assert params == SamplingParams()
+
+
+def test_options_of_another_kind_are_refused(path: Path) -> None:
+    options: Any = {"num_threads": 1}
+    for kind in (LLM, AsyncLLM):
+        with pytest.raises(UsageError, match=r"must be an EngineOptions, got dict\. .* by name"):
+            kind(str(path), options)
+
+
+def test_a_loaded_model_says_that_it_is_not_pickled(llm: LLM) -> None:
+    for value in (llm, AsyncLLM(llm.engine)):
+        for call in (pickle.dumps, copy.copy, copy.deepcopy):
+            with pytest.raises(TypeError, match="load it in each process"):
+                call(value)
 
 
 def test_the_same_seed_gives_the_same_answer(llm: LLM) -> None:

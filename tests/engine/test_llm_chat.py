@@ -15,6 +15,7 @@ from msgspec import Struct
 import twostroke
 from support.tiny import Tiny, write_tiny_gguf
 from twostroke import LLM, AsyncLLM, Constraint, RequestError, SamplingParams, UsageError
+from twostroke.engine.chat_answer import read_tools
 from twostroke.engine.progress_bar import ProgressBar
 from twostroke.model.loader import load
 
@@ -102,6 +103,15 @@ def test_a_forced_call_has_its_name_and_arguments(llm: LLM, choice: str) -> None
     chunks = list(llm.chat(HELLO, CALLING, tools=[WEATHER], tool_choice=choice, stream=True))
     streamed = [call for chunk in chunks for call in chunk.tool_calls]
     assert [call.arguments for call in streamed] == [call.arguments for call in calls]
+
+
+@pytest.mark.parametrize("named", [{"function": {"name": "get_time"}}, {"name": "get_time"}])
+def test_a_function_to_call_can_be_named_as_in_openai_s_api(named: dict[str, Any]) -> None:
+    choice = {"type": "function", **named}
+    assert read_tools([TIME, WEATHER], choice) == read_tools([TIME, WEATHER], "get_time")
+    for wrong in ({"function": 5}, {"function": {"name": "nobody"}}, {"name": ["get_time"]}):
+        with pytest.raises(RequestError, match="tool_choice must be one of auto, none, required"):
+            read_tools([TIME, WEATHER], wrong)
 
 
 def test_a_call_that_is_cut_is_no_call(llm: LLM) -> None:

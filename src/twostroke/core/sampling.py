@@ -291,6 +291,8 @@ class SamplingParams(OptionStruct, repr_omit_defaults=True):
             _check("stop_token_ids", token, _ID_BOUNDS)
 
     def _check_bias(self) -> None:
+        if self.logit_bias is None:
+            force_setattr(self, "logit_bias", {})
         if not isinstance(self.logit_bias, Mapping):
             raise RequestError("must map token ids to numbers.", field="logit_bias")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
@@ -358,6 +360,8 @@ class SamplingValues(Frozen):
 
 
 def _as_tuple(param: str, value: object) -> tuple[object, ...]:
+    if value is None:  # "none", as vLLM and OpenAI's clients say it
+        return ()
     if isinstance(value, str) and param == "stop":
         return (value,)
     if not isinstance(value, list | tuple):

@@ -44,16 +44,16 @@ class ChatOptions(TypedDict, total=False):
     """The options of `LLM.chat` besides the sampling parameters.
 
     `tools` are functions in OpenAI's form, with a JSON schema of their `parameters`. `tool_choice`
-    is "auto", "none", "required", or the name of the function to call. `chat_template_kwargs` are
-    variables for the model's chat template, such as `enable_thinking`. `reasoning_effort` is
-    "none", "minimal", "low", "medium", "high" or "xhigh". With `continue_final_message` the answer
-    continues the last message, which an assistant wrote.
+    is "auto", "none", "required", or the function to call: its name, or OpenAI's object.
+    `chat_template_kwargs` are variables for the model's chat template, such as `enable_thinking`.
+    `reasoning_effort` is "none", "minimal", "low", "medium", "high" or "xhigh". With
+    `continue_final_message` the answer continues the last message, which an assistant wrote.
     `speculate` names the speculation method, and `prediction` is the text of the expected answer:
     both change the speed and never the answers.
     """
 
     tools: Sequence[Mapping[str, Any]]
-    tool_choice: str
+    tool_choice: str | Mapping[str, Any]
     chat_template_kwargs: Mapping[str, Any]
     reasoning_effort: str
     continue_final_message: bool
@@ -129,8 +129,12 @@ def encode_conversation(
     return tokens, turn.constrained(params), hints, turn.answer_format(), functions
 
 
-def read_tools(tools: Sequence[Mapping[str, Any]], choice: str = "auto") -> Tools | None:
+def read_tools(
+    tools: Sequence[Mapping[str, Any]], choice: str | Mapping[str, Any] = "auto"
+) -> Tools | None:
     """Return the tools that an answer may call, or None if it may call none.
+
+    `choice` is "auto", "none", "required", a function's name, or OpenAI's object with the name.
 
     Raises:
         RequestError: a tool is not in OpenAI's form, or `choice` names no tool of the list.
@@ -151,6 +155,9 @@ def read_tools(tools: Sequence[Mapping[str, Any]], choice: str = "auto") -> Tool
             is_strict=bool(description.pop("strict", False)),
         )
         shown_tools.append({"type": "function", "function": description})
+    if isinstance(choice, Mapping):
+        function = choice.get("function", choice)
+        choice = function.get("name", choice) if isinstance(function, Mapping) else choice
     if not isinstance(choice, str) or choice not in {*_CHOICES, *functions}:
         choices = (*_CHOICES, *functions)
         hint = nearest(str(choice), choices)

@@ -6,8 +6,9 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclosing
+from operator import index
 from os import PathLike, fspath
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, overload
 
 from twostroke.core.errors import OverloadedError, UsageError
 from twostroke.core.message_text import counted_noun
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     Model = str | PathLike[str]
     ParamsOfEach = SamplingParams | Sequence[SamplingParams] | None
 
+_NOT_PICKLED: Final = "A loaded model cannot be pickled or copied: load it in each process."
 _EMBEDDING_CALLER = Caller(prompt_field="input")
 
 
@@ -81,6 +83,10 @@ class LLM(AbstractContextManager["LLM"]):
     def __repr__(self) -> str:
         """Show the model's name, its size, and the backend that runs it."""
         return _describe("LLM", self.engine)
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled or copied."""
+        raise TypeError(_NOT_PICKLED)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters of a request that sets none of them itself."""
@@ -368,6 +374,10 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         """Show the model's name, its size, and the backend that runs it."""
         return _describe("AsyncLLM", self.engine)
 
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled or copied."""
+        raise TypeError(_NOT_PICKLED)
+
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters of a request that sets none of them itself."""
         return self.engine.card.sampling.fill(SamplingParams())
@@ -554,6 +564,11 @@ def _fetch_and_build(
     name = fspath(model) if isinstance(model, PathLike) else model
     if not isinstance(name, str):
         raise UsageError(f"The model must be a name or a path, got {model!r}.")
+    if not isinstance(options, EngineOptions | None):
+        reason = (
+            f"must be an EngineOptions, got {type(options).__name__}. Or pass its fields by name."
+        )
+        raise UsageError(reason, field="options")
     if fields:
         if options is not None:
             reason = (
@@ -580,9 +595,17 @@ def _describe(kind: str, engine: Engine) -> str:
 def _as_prompts(prompts: Text | Sequence[Text]) -> list[Text]:
     """Return the argument of `generate` or `embed` as a list; a single prompt becomes a list."""
     is_list = not isinstance(prompts, str | bytes | Mapping) and hasattr(prompts, "__getitem__")
-    if not is_list or (len(prompts) > 0 and hasattr(prompts[0], "__index__")):
+    if not is_list or (len(prompts) > 0 and _is_token_id(prompts[0])):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _is_token_id(value: object) -> bool:
+    try:
+        index(value)  # type: ignore[arg-type]
+    except TypeError:  # such as a row of an array
+        return False
+    return True
 
 
 def _as_params(

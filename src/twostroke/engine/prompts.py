@@ -52,7 +52,7 @@ def encode_text(
             The length of token ids is checked at submission.
     """
     if not isinstance(prompt, str):
-        return _token_ids(prompt)
+        return _token_ids(prompt, field)
     with _within_context(card, field):
         return card.tokenizer.encode(
             prompt,
@@ -121,9 +121,11 @@ def encode_infill_prompt(card: ModelCard, prefix: str | Sequence[int], suffix: s
     The answer comes between `prefix`, a text or token ids, and the text `suffix`.
 
     Raises:
-        RequestError: the model has no tokens for filling in the middle.
+        RequestError: the model has no tokens for filling in the middle, or the suffix is no text.
         ContextLengthError: the prompt has more tokens than the context.
     """
+    if not isinstance(suffix, str):
+        raise RequestError("must be a text, got {value!r}.", field="suffix", value=suffix)
     tokens = _infill_tokens(card)
     prefix = prefix if isinstance(prefix, str) else _token_ids(prefix)
     with _within_context(card, "prompt"):
@@ -174,8 +176,11 @@ def to_hints(card: ModelCard, speculate: str, prediction: str) -> Hints:
     `speculate` names the method; `prediction` is the text of the expected answer.
 
     Raises:
-        RequestError: the prediction has more tokens than the context.
+        RequestError: an argument is not a text, or the prediction has more tokens than the context.
     """
+    for name, value in (("speculate", speculate), ("prediction", prediction)):
+        if not isinstance(value, str):
+            raise RequestError("must be a text, got {value!r}.", field=name, value=value)
     if not prediction:
         return Hints(speculate)
     try:
@@ -270,7 +275,7 @@ def _within_context(card: ModelCard, field: str) -> Iterator[None]:
         ) from None
 
 
-def _token_ids(prompt: Sequence[int]) -> list[int]:
+def _token_ids(prompt: Sequence[int], field: str = "prompt") -> list[int]:
     try:
         if not isinstance(prompt, (bytes, bytearray)):
             return list(map(index, prompt))
@@ -280,7 +285,7 @@ def _token_ids(prompt: Sequence[int]) -> list[int]:
     if len(quoted) > _MAX_QUOTED_CHARS:
         quoted = f"{quoted[:_MAX_QUOTED_CHARS]}..."
     reason = "must be a text or a list of token ids, got {value}."
-    raise RequestError(reason, field="prompt", value=quoted)
+    raise RequestError(reason, field=field, value=quoted)
 
 
 def _infill_tokens(card: ModelCard) -> InfillTokens:

@@ -225,6 +225,18 @@ def test_other_files_name_ends_and_templates(tmp_path: Path) -> None:
     assert reread.chat_templates["default"] == CHATML
 
 
+def test_end_tokens_outside_the_vocabulary_are_left_out(tmp_path: Path) -> None:
+    tokenizer = _load(
+        tmp_path,
+        _byte_level(),
+        tokenizer_config={"eos_token": END},
+        generation_config={"eos_token_id": [3, -1, 1 << 32, 1 << 70]},
+        config={"eos_token_id": FROM_GGUF.vocab_size},
+    )
+    assert 3 in tokenizer.eos_ids
+    assert all(0 <= id_ < tokenizer.vocab_size for id_ in tokenizer.eos_ids)
+
+
 def test_pairs_of_merges_are_read_in_both_spellings(tmp_path: Path) -> None:
     description = _byte_level()
     description["model"]["merges"] = [m.split(" ") for m in description["model"]["merges"]]

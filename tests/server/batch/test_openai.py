@@ -157,6 +157,13 @@ def test_errors_of_lines_are_named(text: bytes, sentence: str) -> None:
         parse(1, text, RequestLimits())
 
 
+def test_byte_order_marks_between_lines_are_skipped(server: LiveServer) -> None:
+    mark = "\ufeff"  # of each file, where several were joined
+    texts = [mark, mark + json.dumps(line("a")), f"{mark}\r", json.dumps(line("b")), mark]
+    batch = finished_batch(server, begin(server, *texts))
+    assert batch["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
+
+
 def test_empty_and_too_long_inputs_fail(server: LiveServer) -> None:
     for lines, code in (
         ([""], "empty_file"),

@@ -110,7 +110,7 @@ def _build(
         if id_ >= vocab_size:
             raise ModelFormatError(f"tokenizer.json is damaged: its post-processor has id {id_}.")
     ends = [by_text[named_texts["eos_token"]]] if named_texts.get("eos_token") in by_text else []
-    ends += _configured_ends(folder)
+    ends += [id_ for id_ in _configured_ends(folder) if 0 <= id_ < vocab_size]
     return Tokenizer(
         TokenizerParts(
             merges=merges,

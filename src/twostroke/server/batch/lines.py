@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from twostroke.core.files import open_regular_file
+from twostroke.core.files import BYTE_ORDER_MARK, open_regular_file
 from twostroke.core.frozen import Frozen
 from twostroke.core.message_text import counted_noun
 from twostroke.core.mismatch import find_mismatch
@@ -167,7 +167,7 @@ def _read(path: Path, max_bytes: int, start: ReadOffset) -> Iterator[tuple[ReadO
         is_rest = False  # of a line that was cut
         while text := file.readline(max_bytes + 2):
             number += not is_rest
-            if not is_rest and text.strip():
+            if not is_rest and text.removeprefix(BYTE_ORDER_MARK).strip():
                 num_requests += 1
                 yield ReadOffset(number, file.tell(), num_requests), text
             is_rest = not text.endswith(b"\n")
@@ -224,7 +224,7 @@ def _decode_fields(
     if nesting.num_containers > MAX_CONTAINERS:
         message = f"The line has more than {MAX_CONTAINERS:,} lists and objects."
         raise line_error("invalid_json_line", message)
-    line = text.removeprefix(b"\xef\xbb\xbf")
+    line = text.removeprefix(BYTE_ORDER_MARK)
     try:
         return _fields.decode(line)
     except msgspec.ValidationError:
