@@ -13,6 +13,7 @@ from twostroke.core.constraint import Constraint, ReasoningSection
 from twostroke.core.errors import RequestError
 from twostroke.core.sampling import SamplingParams
 from twostroke.engine.chat.call_reader import CallBegin, ReasoningPiece, TextPiece
+from twostroke.engine.chat.capabilities import PROBED_TOOL
 from twostroke.engine.chat.conversation import Chat
 from twostroke.engine.chat.reader import AnswerFormat
 from twostroke.engine.chat.reasoning import Thinking, with_budget
@@ -166,6 +167,19 @@ def test_what_a_template_cannot_do_is_refused(
 ) -> None:
     with pytest.raises(RequestError, match=word):
         preface(template, [USER], **options, param="the_field")
+
+
+@pytest.mark.parametrize(
+    "name", ["order", "capabilities", "continues", "thinking", "has_text_arguments"]
+)
+@pytest.mark.parametrize("tools", [(), (PROBED_TOOL,)])
+def test_a_templates_variables_may_have_any_other_name(
+    name: str, tools: tuple[dict[str, Any], ...]
+) -> None:
+    source = "{% for message in messages %}{{ message.content }}{% endfor %}{{ " + name + " }}"
+    chat = Chat(tokenizer_of(source))
+    prompt = chat.render([USER], tools, thinking=Thinking(variables={name: "red"}))
+    assert prompt.text.endswith("red")
 
 
 @pytest.mark.parametrize(

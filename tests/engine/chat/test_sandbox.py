@@ -309,7 +309,10 @@ def test_what_a_template_changes_is_its_own_copy() -> None:
     )
     chat = [{"role": "user", "content": "Hi"}]
     tools, listed = [{"function": {"name": "f"}}], [0]
-    texts = [template.render(chat, tools=tools, listed=listed).text for _ in range(2)]
+    texts = [
+        template.render(chat, tools=tools, extra_variables={"listed": listed}).text
+        for _ in range(2)
+    ]
     assert texts[0] == texts[1]
     assert texts[0].count("changed") == 2
     assert (chat, tools, listed) == (HI, [{"function": {"name": "f"}}], [0])
@@ -346,5 +349,5 @@ def test_special_tokens_that_a_template_changes_are_its_own_copy() -> None:
 @pytest.mark.parametrize("number", [1_700_000_000, 123_456_789_012_345_678, 10**30])
 def test_large_numbers_are_values(source: str, expected: str, number: int) -> None:
     """Arguments of tool calls may have such numbers, for example times and ids."""
-    text = ChatTemplate(source, budget=TIGHT).render(HI, n=number).text
+    text = ChatTemplate(source, budget=TIGHT).render(HI, extra_variables={"n": number}).text
     assert text == expected.replace("N", str(number))

@@ -309,7 +309,7 @@ class ProbedTemplate:
         options: dict[str, Any] = {
             "continues": continue_final_message,
             "add_generation_prompt": add_generation_prompt,
-            **variables_of(thinking, self.template.variables, self.marks),
+            "extra_variables": variables_of(thinking, self.template.variables, self.marks),
         }
         if not has_tools:
             prompt = self._render_in_order(

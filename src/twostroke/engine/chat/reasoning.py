@@ -34,7 +34,7 @@ _STRENGTH: Final = "reasoning_strength"  # Muse Glimmer's name of the effort
 _BUDGET: Final = "thinking_budget"
 # Names that a client's variables cannot have.
 _RESERVED_NAMES: Final = frozenset(
-    ("messages", "tools", "add_generation_prompt", "continue_final_message", "has_text_arguments")
+    ("messages", "tools", "add_generation_prompt", "continue_final_message")
 )
 MAX_VARIABLES: Final = 16
 _MAX_VARIABLES_CHARS: Final = 16 * 1024  # of JSON

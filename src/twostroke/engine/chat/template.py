@@ -130,14 +130,15 @@ class ChatTemplate:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, object]] | None = None,
         has_text_arguments: bool = False,
-        **extra: object,
+        extra_variables: Mapping[str, object] | None = None,
     ) -> Prompt:
         """Return the prompt for a conversation; `Tokenizer.encode_prompt` makes its token ids.
 
         With `continue_final_message` the prompt ends where the last message's text ends, so that
         the answer continues it; there is no generation prompt then. `tools` are JSON schemas of
-        functions, `extra` further variables of the template such as `enable_thinking`. Arguments of
-        calls are objects, or with `has_text_arguments` as they were given.
+        functions. `extra_variables` are further variables of the template, such as
+        `enable_thinking`. Arguments of calls are objects, or with `has_text_arguments` as they
+        were given.
 
         Raises:
             RequestError: messages are not well formed, or the template refuses them.
@@ -151,7 +152,7 @@ class ChatTemplate:
             "add_generation_prompt",
             "continue_final_message",
         }
-        for name, value in extra.items():
+        for name, value in (extra_variables or {}).items():
             if name in reserved or name in self._environment.globals:
                 raise RequestError("is a name that the chat template itself uses.", field=name)
             variables[name] = to_plain_json(value, name)
