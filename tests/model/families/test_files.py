@@ -129,6 +129,8 @@ def test_exaone4_has_a_rope_in_its_sliding_layers(tmp_path: Path) -> None:
     assert from_metadata(tmp_path, "exaone4", **pattern).rotates == (False, True, False, True)
     no_layer = {"attention__sliding_window_pattern": [False] * 4}
     assert from_metadata(tmp_path, "exaone4", **no_layer).rotates == (False,) * 4
+    letters = {"layer_types": None, "sliding_window_pattern": "LG"}
+    assert from_config(tmp_path, "exaone4", **letters).rotates == (True, False, True, False)
     full = {"layer_types": ["full_attention"] * 4}
     assert from_config(tmp_path, "exaone4", **full).rotates == (False,) * 4
     for spec in (
@@ -330,6 +332,10 @@ def test_the_rope_scaling_sets_the_context_length(tmp_path: Path) -> None:
     spec = from_config(tmp_path, "qwen2", rope_scaling=yarn)
     assert spec.rope.magnitude > 1
     assert spec.context_length == 2048
+    # Qwen's models for pictures: with text, the three positions of a token are equal.
+    of_pictures = {"type": "mrope", "mrope_section": [2, 3, 3]}
+    spec = from_config(tmp_path, "qwen2", rope_scaling=of_pictures)
+    assert spec.rope == from_config(tmp_path, "qwen2").rope
 
 
 @pytest.mark.parametrize(
@@ -353,6 +359,7 @@ def test_the_rope_scaling_sets_the_context_length(tmp_path: Path) -> None:
         ("qwen3-moe", {"mlp_only_layers": [0]}, "mlp_only_layers = a list, which is not supported"),
         ("qwen3-moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2, which is not"),
         ("qwen3-moe", {"shared_expert_intermediate_size": 8}, "intermediate_size = 8, which"),
+        ("exaone4", {"layer_types": None, "sliding_window_pattern": "LXG"}, "letters L and G"),
         ("phi3", {"rope_scaling": {"type": "longrope"}}, "has no short_factor"),
         ("phi3-long", {"rope_scaling": {"type": "su", "short_factor": [1]}}, "a list of 6 numbers"),
         ("llama", {"rope_theta": 1}, "rope_theta = 1, not a number from 1.001"),
@@ -431,7 +438,6 @@ def test_the_rope_scaling_sets_the_context_length(tmp_path: Path) -> None:
         ("qwen3.5-moe", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9, not a whole number"),
         ("olmo3", {"layer_types": ["full_attention"]}, "layer_types that is not a list of 4"),
         ("olmo3", {"sliding_window": 0}, "sliding_window = 0, not a whole number from 1"),
-        ("exaone4", {"sliding_window_pattern": "LLLG"}, "pattern = 'LLLG', not a whole number"),
         ("exaone4-small", {"layer_types": ["sliding_attention"] * 2}, "has no sliding_window"),
         ("seed-oss", {"attention_out_bias": True}, "self_attn.o_proj.bias' with shape (64,), wh"),
         ("seed-oss", {"mlp_bias": True}, "mlp_bias = True, which is not supported"),

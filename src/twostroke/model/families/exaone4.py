@@ -37,12 +37,26 @@ def from_gguf(fields: Fields, spec: ModelSpec) -> ModelSpec:
 
 def from_config(fields: Fields, spec: ModelSpec) -> ModelSpec:
     """Add the sliding window of an EXAONE 4 model, and which layers have a RoPE (config.json)."""
-    period = _PERIOD
-    if not fields.has("layer_types"):
-        period = fields.integer("sliding_window_pattern", MAX_LAYERS, default=_PERIOD)
-    window = config_window(fields, all_but_every(period, spec.num_layers))
+    window = config_window(fields, _config_slides(fields, spec.num_layers))
     spec = replace(spec, qkv_bias=False, output_bias=False)  # transformers ignores attention_bias
     return _hybrid(spec, window, has_window=fields.has("sliding_window"))
+
+
+def _config_slides(fields: Fields, num_layers: int) -> tuple[bool, ...]:
+    """Return, for each layer, whether it has the sliding window, if there are no `layer_types`.
+
+    The pattern is a number n, with which each n-th layer has no window, or letters of a group of
+    layers, such as LLLG: L (local) is a layer with the window, G (global) a layer without.
+    """
+    key = "sliding_window_pattern"
+    if fields.has("layer_types"):
+        return all_but_every(_PERIOD, num_layers)
+    if not isinstance(fields.value(key), str):
+        return all_but_every(fields.integer(key, MAX_LAYERS, default=_PERIOD), num_layers)
+    letters = fields.text(key)
+    if not letters or set(letters) - {"L", "G"}:
+        fields.refuse(key, "not a number or a text of the letters L and G")
+    return tuple(letters[layer % len(letters)] == "L" for layer in range(num_layers))
 
 
 def _hybrid(spec: ModelSpec, window: WindowSpec | None, *, has_window: bool) -> ModelSpec:

@@ -123,6 +123,8 @@ def _config_scaling(part: Fields, plain: RopeSpec, original: int, context: int) 
     kind = part.text(key, default="default")
     if part.has("short_factor") and kind in {"su", "yarn"}:
         kind = "longrope"  # its earlier names, in the first Phi-3 files
+    if kind == "mrope":
+        kind = "default"  # with text, the three positions of a token are equal
     if kind not in _CONFIG_SCALINGS:
         part.refuse(key, f"which is not supported; {', '.join(_CONFIG_SCALINGS)} are")
     if kind == "default":
