@@ -461,7 +461,7 @@ class Api:
         check_background(job, context)
         cuts_limit = not self.options.strict_limits
         job = replace(job, caller=replace(job.caller, cuts_limit=cuts_limit))
-        job = _routed(job, request)
+        job = _routed(job, context.resume_header)
         job = with_sender(job, context, self.metrics.goodput)
         job = replace(job, params=model.card.sampling.fill(job.params, job.default_params))
         encoded = job.encode(
@@ -547,7 +547,8 @@ class Api:
             if (empty := protocol.empty_response(fields, name)) is not None:
                 return to_json(empty)
             job = protocol.read(fields, self._tenant(request))
-            job = with_sender(_routed(job, request), context, self.metrics.goodput)
+            job = _routed(job, self._resume_header(request))
+            job = with_sender(job, context, self.metrics.goodput)
             check_texts(job, limits.max_inputs)
             texts = job.encode(model.card)
             check_vectors(job, texts, model.card, limits.max_vector_values)
@@ -665,12 +666,13 @@ class Api:
         return Tenant(served_of(request.scope).tenant, self.response_store)
 
 
-def _routed(job: AnyJob, request: Request) -> AnyJob:
+def _routed(job: AnyJob, resume_header: str) -> AnyJob:
     """If a router can send the job to another server, make it fail at once if the engine dies.
 
-    Other jobs, which wait for the engine's restart, are returned unchanged.
+    The `resume_header` of a request from a trusted router is not empty. Other jobs, which wait for
+    the engine's restart, are returned unchanged.
     """
-    if not served_of(request.scope).resume_header:
+    if not resume_header:
         return job
     return replace(job, caller=replace(job.caller, continues_elsewhere=True))
 
