@@ -148,13 +148,15 @@ def context_of(port: int) -> int:
 def campaign(group: Path, model: str, num_prompts: int) -> tuple[bool, str]:
     """Serve in a group and send long prompts; return whether all went well, and a sentence."""
     options: tuple[str, ...] = ()
-    for _ in range(3):
+    refusals: list[str] = []
+    for _ in range(2):
         with limited_server(group, model, *options) as (port, error):
             if not port:
                 advice = re.search(r"--context-length (\d+)", error)
                 if advice is None:
                     return "Traceback" not in error, f"refused: {error.strip()}"
                 options = ("--context-length", advice[1])
+                refusals.append(error.strip())
                 continue
             context = context_of(port)
             num_words = context - 2 * _ANSWER_TOKENS  # each word is a token
@@ -167,7 +169,7 @@ def campaign(group: Path, model: str, num_prompts: int) -> tuple[bool, str]:
             tokens = max(count for _, count in answers)
             facts = f"{num_right} of {num_prompts} answered, {killed} killed"
             return num_right == num_prompts and not killed, f"{facts}, {tokens} prompt tokens"
-    return False, "refused although its advice was followed"
+    return False, f"refused although its advice was followed: {' Then: '.join(refusals)}"
 
 
 def main() -> int:

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 _MAX_CONTEXTS = 8  # the default cache holds at most this many contexts of full length
 _MIN_TOKENS_PER_REQUEST = 128  # the default cache holds this many for each running request
 _MAX_STATE_RATIO = 0.25  # of the free memory that recurrent states take
-_FREE_MEMORY_CHANGE = 0.015  # of the available memory, from one start to the next
+# How much less memory may be free at the next start: a share of the available memory, and what the
+# memory of the process itself differs by (4 MB were seen).
+_FREE_MEMORY_CHANGE = 0.01
+_OWN_MEMORY_CHANGE = 6 * 10**6  # bytes
 _MAX_FREE_MEMORY_RATIO = 0.5  # of the memory that is free after loading the weights
 WORKING_BYTES = 128 * 1024**2  # of the interpreter, the tokenizer and a step's buffers
 
@@ -114,7 +117,8 @@ def size_kv_cache(  # noqa: PLR0913 - each is a fact that only the caller knows
         size = CacheSize(context_length, num_pages, page_size, cache_bytes, kv_format)
         return replace(size, num_states=num_states)
 
-    safe_bytes = max(0, free_bytes - int(_FREE_MEMORY_CHANGE * available_bytes))
+    change_bytes = int(_FREE_MEMORY_CHANGE * available_bytes) + _OWN_MEMORY_CHANGE
+    safe_bytes = max(0, free_bytes - change_bytes)
     max_pages = max(0, min(allowed_bytes, safe_bytes) - state_bytes) // page_bytes
     shortage = _Shortage(
         name=program.name,
