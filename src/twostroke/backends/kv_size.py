@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 _MAX_CONTEXTS = 8  # the default cache holds at most this many contexts of full length
 _MIN_TOKENS_PER_REQUEST = 128  # the default cache holds this many for each running request
 _MAX_STATE_RATIO = 0.25  # of the free memory that recurrent states take
-# How much less memory may be free at the next start: a share of the available memory, and what the
-# memory of the process itself differs by (4 MB were seen).
+# How much less memory may be free at the next start: a share of the available memory, and a
+# difference in the memory of the process itself (4 MB were seen).
 _FREE_MEMORY_CHANGE = 0.01
 _OWN_MEMORY_CHANGE = 6 * 10**6  # bytes
 _MAX_FREE_MEMORY_RATIO = 0.5  # of the memory that is free after loading the weights
