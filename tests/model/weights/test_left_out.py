@@ -381,6 +381,19 @@ def test_a_folder_with_only_an_adapter_says_so(tmp_path: Path) -> None:
         load_path(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["folder", "link to a missing file"])
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json"])
+def test_a_side_file_that_cannot_be_read_is_an_error(name: str, kind: str, tmp_path: Path) -> None:
+    path = write_tiny_folder(tmp_path / "tiny") / name
+    path.unlink()
+    if kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(tmp_path / "missing")
+    with pytest.raises(ModelFormatError, match=f"'{name}' cannot be read"):
+        load_path(path.parent)
+
+
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"temperature": 0.5,}', b"\xff\xfe{"])
 def test_a_damaged_generation_config_is_left_out(
     content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from msgspec.structs import replace
 
 from twostroke.core.errors import ModelFormatError, ModelNotFoundError, notice
-from twostroke.core.files import is_there
+from twostroke.core.files import is_there, read_small_file
 from twostroke.core.json_io import read_json
 from twostroke.core.message_text import counted_noun
 from twostroke.model.families import ARCHITECTURES, MODEL_TYPES, build_program
@@ -307,9 +307,16 @@ def _optional_json(path: Path) -> dict[str, Any]:
 
 
 def _read_generation_config(folder: Path) -> dict[str, Any]:
-    """Return a folder's `generation_config.json`; empty if it is missing or damaged."""
+    """Return a folder's `generation_config.json`; empty if it is missing or damaged.
+
+    Raises ModelFormatError if it is there and cannot be read, such as a link to a missing file.
+    """
+    path = folder / _GENERATION_NAME
+    if not is_there(path):
+        return {}
+    read_small_file(path)
     try:
-        return _optional_json(folder / _GENERATION_NAME)
+        return read_json(path)
     except ModelFormatError as error:
         notice(f"{str(error).rstrip('.')}, so it is left out: defaults replace its values.")
         return {}
