@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,12 +13,12 @@ import pytest
 from support.servers import live_server
 from support.waiting import wait_for
 from twostroke.core.errors import UsageError
-from twostroke.core.recorded_trace import BLOCK_TOKENS, SharedPrefixes
+from twostroke.core.recorded_trace import BLOCK_TOKENS, SharedPrefixes, TracedRequest
 from twostroke.lab.simulator import read_trace
 from twostroke.server.observability.trace_recorder import TraceRecorder
 from twostroke.server.options import ServeOptions
 from twostroke.server.storage import trace_file
-from twostroke.server.storage.trace_file import check_trace_file
+from twostroke.server.storage.trace_file import TraceFile, check_trace_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -131,6 +132,23 @@ def test_a_full_disk_ends_the_recording_and_not_the_server(
             wait_for(lambda: any("any further" in record.message for record in caplog.records))
     assert sum("any further" in record.message for record in caplog.records) == 1
     assert trace.stat().st_size == size
+
+
+def test_a_pipe_that_nobody_reads_ends_the_recording_and_does_not_block(tmp_path: Path) -> None:
+    pipe = tmp_path / "trace"
+    os.mkfifo(pipe)
+    trace = TraceFile(pipe)
+    requests = [TracedRequest(arrival_s=0.0, prompt_tokens=1, output_tokens=1)] * 100
+
+    def fill() -> None:
+        for _ in range(1000):
+            trace.write(requests)
+
+    writer = Thread(target=fill, daemon=True)
+    writer.start()
+    writer.join(20)
+    assert not writer.is_alive()
+    assert not trace.is_open
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -108,8 +108,10 @@ class TraceFile:
 
 def _open_trace(path: Path) -> int:
     """Open a trace for this process alone, and return its file descriptor."""
+    # A pipe whose reader is slow ends the recording instead of blocking the server.
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(path, flags, 0o600)
     except OSError as error:
         reason = f"cannot be written: {error.strerror}."
         raise UsageError(reason, field="record_trace") from None
