@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 Fields = dict[str, Any]
 
 PROMPT = "The capital of France is"
+WORDS = [" yes", "yes", " no", " Paris", " the"]
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"enum": ["yes", "cafe\u0301"]}},
@@ -116,6 +117,20 @@ def test_offsets_of_an_echoed_prompt_meet_its_answer(kind_server: LiveServer) ->
     body = kind_server.complete(**fields).json()["choices"][0]
     assert body["text"] == f"{PROMPT} Paris"
     assert body["logprobs"]["text_offset"][-1] == len(PROMPT)
+
+
+@pytest.mark.parametrize("begin", ["", " ", "  ", "\n", "e\u0301 ", "yes<tool>", "yes</s>"])
+def test_words_of_an_echoed_prompt_have_their_offsets(kind_server: LiveServer, begin: str) -> None:
+    prompt = f"{begin}yes no Paris the no"
+    fields = {**paris(kind_server), "prompt": prompt, "echo": True, "logprobs": 0}
+    logprobs = kind_server.complete(**fields).json()["choices"][0]["logprobs"]
+    pairs = [*zip(logprobs["tokens"], logprobs["text_offset"], strict=True)][:-1]
+    offsets = [offset for _, offset in pairs]
+    assert offsets == sorted(offsets)
+    words = [(token, prompt[offset:]) for token, offset in pairs if token in WORDS]
+    assert len(words) >= 4
+    for token, rest in words:  # the tokenizer may have added the first space
+        assert rest.startswith((token, token.removeprefix(" "))), (token, rest)
 
 
 def test_other_protocols_continue_text_with_its_space(kind_server: LiveServer) -> None:

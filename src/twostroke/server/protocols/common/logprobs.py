@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     Scores = Iterable[tuple[int, TokenLogprobs]]
 
 _UTF8 = codecs.getincrementaldecoder("utf-8")
+_MAX_SHIFT: Final = 4  # characters by which normalization moves a token in the prompt
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -100,7 +101,7 @@ class CompletionScorer:
         self._tokenizer = tokenizer
         self._echoed = iter(echoed)
         self._prompt = TextOffsets(tokenizer, prompt=text)
-        self._answer = TextOffsets(tokenizer, len(text), begins=False)
+        self._answer = TextOffsets(tokenizer, len(text))
         self._body = _no_logprobs()
         for token in echoed[:1]:
             next(self._echoed)
@@ -160,26 +161,24 @@ def _no_logprobs() -> CompletionLogprobs:
 class TextOffsets:
     """Computes where each token of a text begins, as an offset in characters.
 
-    A token that begins inside a character has the offset of that character.
+    A token that begins inside a character has the offset of that character. The tokens of a prompt
+    are found in its text, since a tokenizer may add spaces to the text or normalize it.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, start: int = 0, prompt: str = "", *, begins: bool = True
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, start: int = 0, prompt: str = "") -> None:
         """Prepare to compute offsets, starting with the first token of a text.
 
         Args:
             tokenizer: the model's tokenizer.
             start: the offset of the first token.
-            prompt: the text that the tokens spell, if special tokens may be written out in it.
-            begins: whether the first token begins a text, so that the tokenizer may have added
-                a space that the text does not have.
+            prompt: the text of the tokens; empty for an answer, whose tokens spell it exactly.
         """
         self._prompt = prompt
         self._decoder = _UTF8("replace")
         self._special_ids = tokenizer.special_ids  # answers leave their text out
-        self._strip_space = begins and tokenizer.strip_space
+        self._adds_space = bool(prompt) and tokenizer.adds_space
         self._offset = start
+        self._last_offset = start
 
     def advance(self, token: int, data: bytes) -> int:
         """Return the offset at which `token` begins, and move past the token.
@@ -191,12 +190,31 @@ class TextOffsets:
             special_text = data.decode(errors="replace")
             if self._prompt.startswith(special_text, offset):
                 self._offset += len(special_text)
+            self._last_offset = self._offset
             return offset
         text = self._decoder.decode(data)
-        if self._strip_space and text:
-            text = text.removeprefix(" ")
-            self._strip_space = False
-        self._offset += len(text)
+        if not self._prompt:
+            self._offset += len(text)
+        elif text:
+            offset = self._find(text)
+        self._last_offset = offset
+        return offset
+
+    def _find(self, text: str) -> int:
+        """Return where a token's text begins in the prompt, and move past it.
+
+        That is where the previous token ends, or near it in a text that the tokenizer normalizes.
+        """
+        prompt, offset = self._prompt, self._offset
+        if self._adds_space and text[0] == " " != prompt[offset : offset + 1]:
+            text = text[1:]  # without the space that the tokenizer has added
+        first_offset = max(self._last_offset, offset - _MAX_SHIFT)
+        shifted_offsets = range(first_offset, offset + _MAX_SHIFT + 1)
+        for start in sorted(shifted_offsets, key=lambda start: (abs(start - offset), start)):
+            if prompt.startswith(text, start):
+                self._offset = start + len(text)
+                return start
+        self._offset = min(offset + len(text), len(prompt))
         return offset
 
 
