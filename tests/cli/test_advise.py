@@ -29,7 +29,7 @@ def trace(tmp_path: Path) -> str:
     """A recorded trace of 120 requests that arrive fast."""
     lines = ['{"recorded_trace": 1, "block_tokens": 16}']
     lines += [
-        json.dumps({"arrival_s": 0.02 * n, "prompt_tokens": 2000, "output_tokens": 40})
+        json.dumps({"arrival_s": 0.01 * n, "prompt_tokens": 1000, "output_tokens": 10})
         for n in range(120)
     ]
     path = tmp_path / "monday"

@@ -48,8 +48,8 @@ def hybrid_model(
 def test_tokens_do_not_depend_on_the_schedule(attends: tuple[bool, ...], mixer: str) -> None:
     model = hybrid_model(attends, mixer)
     chance = random.Random(7)
-    requests = random_requests(chance, 8, VOCAB_SIZE, longest=50, most_output=20)
-    settings = [Setting.chosen_by(chance, 5, 10) for _ in range(2)]
+    requests = random_requests(chance, 6, VOCAB_SIZE, longest=50, most_output=16)
+    settings = [Setting.chosen_by(chance, 5, 10)]
     crowded = Setting(5, 64, 32, prefix_cache=True, policy=Continuous())
     expected, _ = run_schedule(
         model, settings[0].alone(NUM_PAGES), [fresh(request) for request in requests], CONTEXT

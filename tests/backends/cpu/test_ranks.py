@@ -80,11 +80,11 @@ def tokens_of(seed: int, length: int) -> list[int]:
 @pytest.mark.rounds
 @pytest.mark.parametrize("kind", MODELS)
 def test_logits_are_those_of_one_process(kind, rounds):
-    """In a short run, each model tries every third mesh, from the first, second or third on."""
-    model, tokens = MODELS[kind](), tokens_of(1, 150)
+    """In a short run, each model tries every fifth mesh, from another one on."""
+    model, tokens = MODELS[kind](), tokens_of(1, 120)
     meshes = list(enumerate([*MESHES, *KV_MESHES[1:4]]))
     if rounds == 1:
-        meshes = meshes[list(MODELS).index(kind) % 3 :: 3]
+        meshes = meshes[list(MODELS).index(kind) % 5 :: 5]
     with cpu_backend(model, LEVEL, 16) as whole_backend:
         expected = {
             generated: whole_backend.score(tokens, generated=generated) for generated in (0, 1)
@@ -198,7 +198,7 @@ def test_answers_are_those_of_one_process_in_any_schedule(seed, tmp_path):
     fewest = 8 * len(program.cache_groups)
     setting = replace(Setting.chosen_by(chance, fewest, 4 * fewest), max_running=50)
     setting = replace(setting, token_budget=max(setting.token_budget, 50))
-    requests = random_requests(chance, 40, program.vocab_size, 90, 9)
+    requests = random_requests(chance, 25, program.vocab_size, 90, 9)
     options = {"kv_format": kv_format, "num_states": NUM_STATES}
     with cpu_backend(model, LEVEL, 64, **options) as whole_backend:
         expected_answers, _ = run_schedule(
@@ -263,13 +263,13 @@ def test_rows_that_see_nothing_of_a_later_tile_stay_as_they_are(monkeypatch):
 def test_recurrent_states_of_ranks_follow_requests_on_any_schedule(kind):
     """Each rank keeps the states of its heads, and of the layers of its stage."""
     model, chance = MODELS[kind](), random.Random(kind)
-    requests = random_requests(chance, 20, VOCAB_SIZE, 60, 12)
+    requests = random_requests(chance, 12, VOCAB_SIZE, 60, 12)
     setting = replace(Setting.chosen_by(chance, 8, 12), token_budget=32, max_running=16)
     with cpu_backend(model, LEVEL, 64, num_states=NUM_STATES) as whole_backend:
         expected_answers, _ = run_schedule(
             whole_backend, setting.alone(64), [fresh(r) for r in requests], 120
         )
-    meshes = [Mesh(column_parts=(1, 1)), Mesh((1, 1)), *chance.sample([*MESHES, *KV_MESHES], 2)]
+    meshes = [Mesh(column_parts=(1, 1)), Mesh((1, 1)), chance.choice([*MESHES, *KV_MESHES])]
     for number, mesh in enumerate(meshes):
         options = {"num_states": NUM_STATES, "post": Post() if number % 2 else None}
         with ThreadRanks(model, mesh, LEVEL, 16, **options) as ranks:

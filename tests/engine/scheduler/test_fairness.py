@@ -82,11 +82,11 @@ def test_tenants_with_a_backlog_get_tokens_by_their_weights(max_queued, weight):
     light = Backlog(service, "light", 1.0, 1, max_queued[0])
     heavy = Backlog(service, "heavy", weight, 2, max_queued[1])
     at_half: Counter[str] = Counter()
-    for number in range(2000):
+    for number in range(1000):
         light.fill(40)
         heavy.fill(40)
         service.step()
-        if number == 500:
+        if number == 250:
             at_half = Counter(service.computed)
     later_tokens = service.computed - at_half
     assert later_tokens["heavy"] / later_tokens["light"] == pytest.approx(weight, rel=0.05)
@@ -134,7 +134,7 @@ def test_a_request_is_passed_by_a_bounded_number_of_later_ones(max_overtakes):
     rng, service = random.Random(max_overtakes), Service(max_overtakes=max_overtakes)
     waiting: list[tuple[int, Request]] = []
     num_passed = 0
-    for arrival in range(600):
+    for arrival in range(350):
         tenant = f"new{arrival}" if rng.random() < 0.3 else rng.choice("abc")
         options: dict[str, Any] = {"weight": rng.choice((0.1, 1.0, 9.0))}
         options |= {"priority": rng.choice((0, 0, 0, 1, -1)), "max_tokens": rng.randint(1, 40)}

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 VOCAB_SIZE = 6
 LENGTH = 3
-COUNT = 1_500  # answers, or 6,000 with more than one round
+COUNT = 1_000  # answers, or 6,000 with more than one round
 PROMPT = (0, 3)
 LOGITS = (np.random.default_rng(8).normal(size=(VOCAB_SIZE, VOCAB_SIZE)) * 1.2).astype(np.float32)
 LIKELIEST = np.argsort(-LOGITS).tolist()  # tokens after each token
@@ -79,7 +79,7 @@ class Table:
 
 @pytest.fixture(scope="module")
 def table(rounds: int) -> Table:
-    return Table(load_level("portable"), num_answers=COUNT * min(rounds, 4))
+    return Table(load_level("portable"), num_answers=COUNT * min(rounds, 6))
 
 
 def answers(table: Table, params: SamplingParams, how: str) -> NDArray[np.int64]:
