@@ -137,14 +137,14 @@ def smollm2(smollm2_path: Path) -> Iterator[Pair]:
 @pytest.mark.seeds(2)
 def test_tokens_do_not_depend_on_the_schedule(tiny: Pair, seed: int) -> None:
     rng = random.Random(seed)
-    requests = random_requests(rng, 32, vocab_size=280, longest=80, most_output=60)
+    requests = random_requests(rng, 20, vocab_size=280, longest=80, most_output=40)
     assert_same_tokens(tiny, rng, requests, fewest_pages=10)
 
 
 @pytest.mark.seeds(1)
 def test_tokens_of_every_family_do_not_depend_on_the_schedule(family: Pair, seed: int) -> None:
     rng = random.Random(seed)
-    requests = random_requests(rng, 12, vocab_size=280, longest=80, most_output=30)
+    requests = random_requests(rng, 8, vocab_size=280, longest=80, most_output=20)
     num_groups = len(family.plain.facts.windows)
     assert_same_tokens(family, rng, requests, fewest_pages=9 * num_groups)
 
@@ -154,14 +154,14 @@ def test_tokens_over_windows_and_int8_do_not_depend_on_the_schedule(
     windowed: Pair, seed: int
 ) -> None:
     rng = random.Random(seed)
-    requests = random_requests(rng, 32, vocab_size=250, longest=80, most_output=60)
+    requests = random_requests(rng, 20, vocab_size=250, longest=80, most_output=40)
     assert_same_tokens(windowed, rng, requests, fewest_pages=30)
 
 
 @pytest.mark.seeds(1)
 def test_tokens_with_fewer_bits_do_not_depend_on_the_schedule(fewer_bits: Pair, seed: int) -> None:
     rng = random.Random(seed)
-    requests = random_requests(rng, 16, vocab_size=280, longest=80, most_output=30)
+    requests = random_requests(rng, 10, vocab_size=280, longest=80, most_output=30)
     assert_same_tokens(fewer_bits, rng, requests, fewest_pages=10)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from support.cpu import LEVELS, cpu_backend, greedy_request, page_lists
+from support.native import load_level
 from support.programs import PROGRAMS, random_tensors
 from twostroke.backends.cpu import CpuBackend
 from twostroke.core.step import Slice, StepPlan
@@ -45,6 +46,7 @@ def answers(backend: CpuBackend) -> list:
 @pytest.mark.parametrize("kind", PROGRAMS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_answers_are_those_of_all_rows(level: str, kind: str) -> None:
+    load_level(level)
     program = PROGRAMS[kind]
     model = program, random_tensors(program, "Q8_0", "Q8_0")
     with cpu_backend(model, level, NUM_PAGES, threads=3) as stopping:

@@ -13,7 +13,7 @@ from twostroke.backends.sampling.reference import distribution, pick
 from twostroke.core.sampling import SamplingParams
 
 random_bits = cache(reference.random_bits)
-NUM_DRAWS = 20_000
+NUM_DRAWS = 10_000
 LOGITS = (np.random.default_rng(5).normal(size=48) * 1.5).astype(np.float32)
 
 COMBINATIONS = [

@@ -43,7 +43,7 @@ def plain_surplus(ledger: DiskIndex, now_s: float, room: int) -> list[bytes]:
     return removed_names
 
 
-@pytest.mark.seeds(60)
+@pytest.mark.seeds(20)
 def test_the_index_chooses_as_its_plain_twin(seed: int) -> None:
     rng = random.Random(seed)
     ledger = DiskIndex(rng.randint(500, 5000))
@@ -64,7 +64,7 @@ def test_the_index_chooses_as_its_plain_twin(seed: int) -> None:
     assert ledger.surplus(NOW_S, room) == plain_surplus(ledger, NOW_S, room)
 
 
-@pytest.mark.seeds(60)
+@pytest.mark.seeds(20)
 def test_a_page_never_goes_before_those_that_need_it(seed: int) -> None:
     rng = random.Random(seed)
     sequences = [[(0, s)] * 3 + [(s, index) for index in range(rng.randint(0, 9))] for s in (0, 1)]

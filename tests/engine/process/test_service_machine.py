@@ -9,7 +9,7 @@ import pytest
 
 from support.random_rounds import play_service
 
-NUM_ROUNDS = 2
+NUM_ROUNDS = 1
 
 
 @pytest.mark.slow
@@ -24,6 +24,6 @@ def test_everybody_gets_the_right_end_whenever_an_engine_dies(
     print(dict(counts))
     assert counts["operations"] >= rounds * NUM_ROUNDS * 2_750
     for name in ("answered", "resumed", "die", "cancelled", "refused"):
-        assert counts[name] > 50, f"too few were {name}"
+        assert counts[name] > 25, f"too few were {name}"
     for name in ("preemptions", "hit tokens", "killers refused", "failed alone", "left"):
-        assert counts[name] > 10, f"too few {name}"
+        assert counts[name] > 5, f"too few {name}"

@@ -99,7 +99,7 @@ def test_pages_of_branches_come_back_when_their_request_ends_in_flight():
     check_pool(steps.pool)
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.seeds(60)
 def test_the_right_drafts_are_the_longest_matching_path(seed):
     rng = random.Random(seed)
     parents = [rng.randrange(-1, i) for i in range(rng.randint(1, 12))]

@@ -227,7 +227,7 @@ def test_a_leased_page_keeps_its_content(seed: int) -> None:
     check_pool(steps.pool)
 
 
-@pytest.mark.seeds(200)
+@pytest.mark.seeds(60)
 def test_transferred_pages_are_the_pages_that_a_plain_search_finds(seed: int) -> None:
     rng = random.Random(seed)
     windows, size = random_windows(rng), rng.choice((1, 2, 4))

@@ -48,7 +48,7 @@ def test_without_room_an_update_replaces_in_place() -> None:
     assert choose(replicas, 2, has_room=False).drains == ("old0",)
 
 
-@pytest.mark.seeds(200)
+@pytest.mark.seeds(60)
 def test_every_pool_becomes_what_is_wanted(seed: int) -> None:
     """Replicas become ready, are lost and are drained at random; none is ready too few."""
     rng = random.Random(seed)
@@ -94,7 +94,7 @@ def test_a_number_rises_at_once_and_falls_after_the_window() -> None:
     assert steady.update(2, 14.1) == 2
 
 
-@pytest.mark.seeds(50)
+@pytest.mark.seeds(20)
 def test_the_window_holds_the_most_of_its_time(seed: int) -> None:
     rng, steady, seen, now = random.Random(seed), ScaleDownDelay(5.0), [], 0.0
     for _ in range(100):

@@ -256,7 +256,7 @@ def test_a_model_makes_room_for_those_that_replace_it() -> None:
     assert [name.split("/")[0] for name in cluster.ready] == ["b", "b"]
 
 
-@pytest.mark.seeds(50)
+@pytest.mark.seeds(15)
 def test_lost_servers_are_replaced(seed: int) -> None:
     rng, cluster, router = random.Random(seed), FakeCluster(), FakeRouter()
     spec = FleetSpec(

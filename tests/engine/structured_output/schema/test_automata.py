@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from functools import cache
 
 import jsonschema_rs
 import pytest
@@ -52,7 +53,7 @@ def test_a_text_matches_as_before(pattern: str) -> None:
     other = opposite_pattern(pattern)
     validator = jsonschema_rs.validator_for({"pattern": pattern})
     matched = 0
-    for _ in range(400):
+    for _ in range(200):
         words = random_texts.choices([*WORDS, *"abcfox-B09 d\n"], k=random_texts.randint(0, 5))
         text = "".join(words)
         is_right = validator.is_valid(text)
@@ -63,7 +64,7 @@ def test_a_text_matches_as_before(pattern: str) -> None:
             assert all(_compiled(part).fullmatch(text) for part in texts) is is_right, text
         if other is not None:
             assert bool(_compiled(other).fullmatch(text)) is not is_right, text
-    assert 0 < matched < 400 or pattern in {"(?=a)b", "^$", "^(?!a)b"}
+    assert 0 < matched < 200 or pattern in {"(?=a)b", "^$", "^(?!a)b"}
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -71,7 +72,7 @@ def test_a_text_that_engines_read_in_several_ways_is_not_written(pattern: str) -
     random_texts = random.Random(pattern)
     texts, other = without_look_around(pattern), opposite_pattern(pattern)
     validator = jsonschema_rs.validator_for({"pattern": pattern})
-    for _ in range(400):
+    for _ in range(200):
         words = random_texts.choices([*WORDS, *"é\r\u2028\u2029ß"], k=random_texts.randint(1, 5))
         text = "".join(words)
         if texts is not None and all(_compiled(part).fullmatch(text) for part in texts):
@@ -80,6 +81,7 @@ def test_a_text_that_engines_read_in_several_ways_is_not_written(pattern: str) -
             assert not validator.is_valid(text), ascii(text)
 
 
+@cache
 def _compiled(text: str) -> regex.Pattern[str]:
     """Compile an expression in llguidance's notation with the module `regex`."""
     return regex.compile(
