@@ -193,7 +193,8 @@ class Killers:
         """Note whether a request had made progress before a death or loss.
 
         `new_record` is the record of the content; None if a request with the same content has
-        already reported the same death. It is enough if any of these requests had made progress.
+        already reported the same death. If several requests report the same death, progress of any
+        of them counts.
         """
         if new_record is not None:
             new_record.has_progress = has_progress

@@ -239,7 +239,7 @@ class RequestReader:
 
     @property
     def _has_foreign(self) -> bool:
-        """Whether a replica is a server other than Twostroke."""
+        """Whether any of the replicas is a server other than Twostroke."""
         return any(replica.is_foreign for replica in self._fleet.replicas.values())
 
     def _require_file_replica(self, salt: bytes) -> Replica:

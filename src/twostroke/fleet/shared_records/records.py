@@ -422,7 +422,10 @@ class SharedRecords:
             )
 
     def _retry(self, operations: list[LimitOperation]) -> None:
-        """Queue operations of a batch that the store has not run, with the router's own counts."""
+        """Send operations again in the next batch, since the store has not run their batch.
+
+        The next batch also sets the router's own counts in the store.
+        """
         self._needs_sync = True
         self._operations = [*operations, *self._operations]
         self._wake.set()

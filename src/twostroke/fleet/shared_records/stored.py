@@ -118,7 +118,7 @@ def amounts(store: Any, since: str, until: str) -> list[Amount]:
 
 
 def damaged_owners(store: Any, since: str, until: str) -> list[Owner]:
-    """Return the owners whose usage in the store is damaged, from the day `since` to `until`."""
+    """Return the owners of damaged usage counts, from the day `since` to the day `until`."""
     return [owner for owner, counts in _usage(store, since, until) if not are_intact(counts)]
 
 

@@ -535,8 +535,8 @@ class BatchRunner:
 def _input_file_error(path: Path, error: OSError) -> Exception:
     """Convert an error of reading a batch's input file to the exception that the runner handles.
 
-    The exception for a missing or replaced file ends the batch. After a `RecordsError`, for any
-    other error, reading is tried again.
+    The exception for a missing or replaced file ends the batch. Any other error becomes a
+    `RecordsError`, after which the runner tries to read the file again.
     """
     if isinstance(error, FileNotFoundError):
         return error

@@ -70,8 +70,8 @@ def doc(description: str, **keywords: object) -> Meta:
 def sampling(name: str, description: str = "", **keywords: object) -> Meta:
     """Return the annotation of a request field that sets a sampling parameter.
 
-    It has the parameter's bounds, which `SamplingParams` checks. `name` is the parameter;
-    `keywords` replace keywords of the JSON Schema.
+    `name` is the parameter's name. The annotation's JSON Schema has the bounds that
+    `SamplingParams` checks; `keywords` replace keywords of this schema.
     """
     bounds = BOUNDS[name]
     low = "exclusiveMinimum" if bounds.above else "minimum"

@@ -506,7 +506,7 @@ def _without_other_ends(
 
 
 def _without_bos(tokens: list[int], card: ModelCard) -> list[int]:
-    """Remove the begin-of-sequence token from a prompt that other tokens will precede."""
+    """Remove the begin-of-sequence token from a prompt that will be appended to other tokens."""
     return tokens[1:] if tokens[:1] == [card.tokenizer.bos_id] else tokens
 
 

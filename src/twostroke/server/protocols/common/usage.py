@@ -143,9 +143,9 @@ def timings_body(usage: Usage, timings: Timings) -> TimingsBody:
 
 
 def requested_timings(job: Job, event: ChoiceEnded) -> LlamaTimings | UnsetType:
-    """Return a complete answer's durations in llama-server's form, if the request asks for them.
+    """Return a complete answer's durations in llama-server's form.
 
-    A request asks by `timings_per_token`. Otherwise returns UNSET, which leaves the field out.
+    If the request does not set `timings_per_token`, returns UNSET, which leaves the field out.
     """
     return final_timings(event.usage, event.timings) if job.llama_timings else UNSET
 
