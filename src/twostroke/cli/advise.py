@@ -265,9 +265,11 @@ def server_setup(model: str, values: dict[str, Any]) -> SimulationSetup:
 
 
 def _machine_speed(setup: SimulationSetup, recorded: Workload, load: Workload) -> MachineSpeed:
-    """Return the speed that this machine had while it recorded a trace.
+    """Return how much longer this machine's steps took than simulated, while it recorded a trace.
 
-    If the simulated device is not this machine, a default speed is assumed.
+    `recorded` are the requests whose times are compared, and `load` the requests to simulate.
+
+    If the simulated device is not this machine, default ratios are assumed.
     """
     from twostroke.lab.simulator.machine_speed import MachineSpeed, recorded_speed
 
@@ -361,7 +363,11 @@ def _cells(estimate: Estimate) -> tuple[str, ...]:
 
 
 def gain_text(gain: Gain) -> str:
-    """Return the gains of a setting as text, each with its 95% interval."""
+    """Return the gains of changed settings as text, each with its 95% interval.
+
+    Positive numbers are better for goodput and for the share of good requests, and worse for the
+    P99 latency over its objective.
+    """
     parts = [f"{_percent(gain.share, ' points')} of the requests that meet the objectives"]
     if gain.goodput is not None:
         parts.insert(0, f"goodput {_percent(gain.goodput)}")

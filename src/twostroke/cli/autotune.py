@@ -60,6 +60,8 @@ class Autotune:
     def start_options(self, options: EngineOptions) -> tuple[EngineOptions, ServerSettings]:
         """Return the options to start an engine with, and the limits of its first steps.
 
+        The limits are the token budget of a step and the maximum number of running requests.
+
         An engine that is tuned while it serves gets memory for the larger of the tuned and the
         usual limits, so that the tuner can return to the usual limits. An engine whose steps cannot
         be simulated is not tuned while it serves.
@@ -136,7 +138,7 @@ def fixed_options() -> tuple[str, ...]:
 
 
 def _within(settings: ServerSettings, limits: ServerSettings) -> ServerSettings:
-    """Return settings, lowered to the limits of an engine where they are higher."""
+    """Return settings, each at most as high as in `limits`, for which an engine has memory."""
     return ServerSettings(
         token_budget=min(settings.token_budget, limits.token_budget),
         max_running=min(settings.max_running, limits.max_running),

@@ -138,7 +138,7 @@ class FailureValues:
     """The options about failures that the user gave.
 
     Attributes:
-        has_rates: whether replicas fail at all.
+        has_rates: whether the user gave a mean time between failures, so that replicas fail.
         target: the availability to reach, from 0 to 1; None without --availability.
         seed: the seed of the times of failures.
     """
@@ -180,7 +180,10 @@ class FailureValues:
                 raise UsageError("cannot be combined with {other}.", field=name, other=Field(other))
 
     def rates(self, setup: SimulationSetup) -> FailureRates:
-        """Return the rates of failures, with the times to restart the setup's model."""
+        """Return the rates of failures, with the times to restart the setup's model.
+
+        Times that the user has not given are estimated from the size of the model.
+        """
         from twostroke.engine.process.supervisor import expected_load_s
         from twostroke.lab.simulator.failures import FailureRates
 
@@ -199,7 +202,7 @@ class FailureValues:
     def estimate(
         self, setup: SimulationSetup, load: Workload, objectives: Objectives
     ) -> Availability:
-        """Simulate failures, and show the progress on standard error."""
+        """Simulate failures of the setup's replicas; show the progress on standard error."""
         from twostroke.lab.simulator.availability import estimate_availability
 
         num_shown = 0
@@ -215,7 +218,7 @@ class FailureValues:
     def search(
         self, setup: SimulationSetup, load: Workload, objectives: Objectives
     ) -> AvailabilityCost:
-        """Search for the cheapest replicas, and show the progress on standard error."""
+        """Search for the cheapest replicas that reach `target`; show the progress."""
         from twostroke.lab.simulator.availability_cost import find_cheapest
 
         assert self.target is not None
@@ -343,7 +346,7 @@ def show_cost(cost: AvailabilityCost, rates: FailureRates) -> None:
 
 
 def nines_text(availability: Availability) -> str:
-    """Return an availability as a number of nines, for people.
+    """Return an availability as a number of nines, for people: "3.0 nines" for 99.9%.
 
     If all simulated requests are answered well, only the lower end of the interval is known.
     """

@@ -59,7 +59,10 @@ def check_html(path: Path | None) -> None:
 
 
 def take_machine(url: str, values: dict[str, Any]) -> BenchMachine:
-    """Return the machine that a command's `values` describe, and remove them from `values`."""
+    """Return the endpoint's machine from a command's `values`, and remove them from `values`.
+
+    If only a model is named, an endpoint at a loopback `url` is taken to run on this machine.
+    """
     from twostroke.fleet.router.upstream import Address
     from twostroke.lab import planner
     from twostroke.lab.bench.resources import BenchMachine, is_loopback

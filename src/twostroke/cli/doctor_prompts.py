@@ -22,7 +22,7 @@ _MIN_REPEATED_SHARE: Final = 0.5  # of the tokens after a point, to advise to mo
 
 
 class _Row(Frozen):
-    """A position at which prompts begin to differ from earlier prompts.
+    """A position, in tokens, at which prompts begin to differ from earlier prompts.
 
     The numbers are sums over these prompts, as in the server's `PartingRow`.
     """
@@ -180,7 +180,7 @@ def _show(tenant: _TenantRows, top: int, seconds: float | None, price: float | N
 
 
 def _advice(tenant: _TenantRows, top: int) -> Iterator[str]:
-    """Yield the text around each shown position, and advice about which part to move."""
+    """Yield the text around the first `top` positions, and advice about which part to move."""
     for row in tenant.partings[:top]:
         if row.before is not None and row.after is not None:
             before, after = (_one_line(text) for text in (row.before, row.after))

@@ -45,7 +45,8 @@ class AnswerFigures(Frozen):
     ) -> AnswerFigures:
         """Compute the times and rates of one answer from its token counts and timings.
 
-        `phase_totals` counts the engine's steps during the answer.
+        `phase_totals` counts the engine's steps during the answer, prefill and decode apart;
+        `hardware` has the machine's limits, None if they are not measured.
         """
         if not usage.completion_tokens:
             return cls(None, None, None, None, None)

@@ -37,23 +37,26 @@ _logger = logging.getLogger("twostroke.serve")
 
 
 class TunableEngine(Protocol):
-    """An engine whose limits can be changed while it runs."""
+    """An engine whose token budget and number of running requests can be changed while it runs."""
 
     @property
     def facts(self) -> EngineFacts:
         """Facts about the engine, with its present limits."""
 
     def change_limits(self, token_budget: int, max_running: int) -> None:
-        """Change the limits of later steps."""
+        """Change the limits of later steps: their tokens, and the requests that run at once."""
 
 
 class LiveTuner:
     """Looks for better limits of a running engine every ten minutes, and applies them.
 
+    The limits are the token budget of a step and the maximum number of running requests. The usual
+    limits are the limits that the server would have without tuning.
+
     A search runs in a process of the lowest priority. The pause after a search is at least 50 times
     as long as the search, unless the user has set the interval. After a change, the share of
     requests that meet the objectives is compared with an estimate for the usual limits. If it is
-    lower, the usual limits return, and the changed limits are not tried again.
+    lower by more than chance, the usual limits return, and the changed limits are not tried again.
     """
 
     def __init__(
@@ -149,8 +152,9 @@ class LiveTuner:
     def take(self, answer: TuningAnswer) -> None:
         """Apply the result of a search.
 
-        If the current limits turn out worse than the usual limits, the usual limits are applied.
-        Otherwise the advised limits are applied if they are better.
+        If the current limits turn out worse than the usual limits, beyond chance, the usual limits
+        are applied. Otherwise the advised limits are applied if they are better, unless they were
+        rejected before, or too few requests would meet the objectives with them, too.
         """
         if answer.error and answer.error != self._last_error:
             _logger.info("Autotune: %s", answer.error)

@@ -34,8 +34,9 @@ def correction_of(
 ) -> Calibration | ReferenceCalibration | None:
     """Return the measured steps that correct the planned times of a model on this machine.
 
-    The steps are the model's own measured steps, or else steps of another model; None if no steps
-    were measured.
+    `device` is this machine, and `threads` the number of threads, None for the default. The steps
+    are the model's own measured steps, or else steps of another model; None if no steps were
+    measured.
     """
     from twostroke.lab import planner
 

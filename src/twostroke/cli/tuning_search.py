@@ -77,7 +77,7 @@ class TuningAnswer(Frozen):
             too few requests.
         default, advised: the estimates with the current and with the advised settings.
         changes: the advised changes; empty if no setting is better beyond the noise.
-        gain: the gain of the changes.
+        gain: the gain of the advised over the current settings; None if nothing was compared.
         num_tried: the number of settings that were simulated.
         is_partial: whether the search ended before it had tried all settings.
         notes: sentences about the parts of the trace that were not used.
@@ -204,7 +204,9 @@ class _ServedRequests:
     def gain_over(self, setup: SimulationSetup, machine: MachineSpeed) -> Interval:
         """Return the measured share minus the share of good requests in simulations of `setup`.
 
-        The result is an interval, with its expected value.
+        Positive values mean that the server's current settings are better than `setup`.
+        `machine` has the speeds of this machine to simulate. The result is an interval, with its
+        expected value.
         """
         from twostroke.lab.simulator.advice import good_requests
         from twostroke.lab.simulator.gain import measured_gain

@@ -42,7 +42,7 @@ _MISSED_TEXTS: Final = {
 
 
 class Variant(Frozen):
-    """Changed settings: the text that the user wrote, and the changed parameters with values."""
+    """Changed settings to simulate: the user's text, and the new values by parameter name."""
 
     text: str
     values: dict[str, Any]
@@ -203,7 +203,7 @@ def _multiple(multiple: float) -> str:
 
 
 def _sentence(limit: LoadLimit) -> str:
-    """Return a sentence that says which objective is missed first, and at which load.
+    """Return a sentence about the unchanged settings: which objective breaks first, at which load.
 
     The load is a multiple of today's load.
     """

@@ -107,7 +107,8 @@ class EndingMachines:
     """The machines that may be taken away soon, because a server there drained by itself.
 
     Such a drain is no proof: an operator may have sent SIGTERM, or the cloud may withdraw its
-    notice. So a machine that is still there after `AVOID_S` is used again.
+    notice. So a machine that is still there ten minutes later (`AVOID_S`) is used again. Machines
+    are named by their ids in the Ray cluster.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -217,7 +217,7 @@ class Manager:
         return pool.as_decode() if pool.prefill else pool
 
     def _num_prefill(self, status: PoolStatus, view: RouterView) -> int:
-        """Return how many prefill replicas a decode pool needs now.
+        """Return how many prefill replicas a decode pool needs now, from its status and its load.
 
         While the pool has no requests, the number is zero. Otherwise it is the number of prefill
         replicas that the pool's replicas can keep busy, and at least one. Before speeds have been
@@ -250,7 +250,12 @@ class Manager:
     def _adjust(
         self, pool: ReplicaPool, states: Mapping[str, ServerState], view: RouterView | None
     ) -> PoolStatus:
-        """Start and drain replicas of one pool; return its status."""
+        """Start and drain replicas of one pool; return its status.
+
+        `states` has all servers of the fleet by name; `view` is the pool's load as the router sees
+        it, None if the router does not answer. The status lacks replicas that start or begin to
+        drain now.
+        """
         now_s = self._clock()
         running = Counter(view.running if view else {})
         replicas = [

@@ -74,7 +74,7 @@ _fields_decoder: Final = msgspec.json.Decoder(dict[str, Raw])
 
 
 def fields_of(body: bytes, path: str) -> dict[str, Raw] | None:
-    """Return the fields of a request that may be sent to an API; None if only replicas may answer.
+    """Return a request's fields as raw JSON, by name; None if only replicas may answer it.
 
     Only replicas may answer a request whose body is not a JSON object, has one of `LOCAL_FIELDS`,
     asks to store the answer, or has reasoning that only Twostroke's servers can read.
@@ -87,7 +87,11 @@ def fields_of(body: bytes, path: str) -> dict[str, Raw] | None:
 
 
 def local_field(fields: Mapping[str, Raw], path: str) -> str:
-    """Return the name of the first field that APIs do not support; empty if there is none."""
+    """Return the name of the first field that APIs do not support; empty if there is none.
+
+    `fields` are the request's fields as raw JSON, and `path` is its API path, since the protocols
+    differ in their fields.
+    """
     return next((name for name, value in fields.items() if _is_local(name, value, path)), "")
 
 

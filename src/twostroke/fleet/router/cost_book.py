@@ -197,7 +197,8 @@ class CostBook:
     ) -> None:
         """Add the tokens and the cost of a request that an upstream has computed.
 
-        `is_estimated` says that the upstream has not reported the tokens.
+        `cost` is in the currency's unit. `is_estimated` says that the upstream has not reported
+        the tokens.
         """
         nanos = round(cost * NANOS)
         self._add(upstream, model, requests=1, used=used, nanos=nanos, is_estimated=is_estimated)
@@ -213,7 +214,7 @@ class CostBook:
         return ""
 
     def room(self, upstream: str, limit: float) -> float:
-        """Return the maximum total cost of this router's running requests at an upstream.
+        """Return the cost that this router's running requests may reach together at an upstream.
 
         This is the rest of the day's `limit`. If several routers share the limit, the costs that
         the other routers have reserved are subtracted; while the store does not answer, each router
@@ -230,7 +231,11 @@ class CostBook:
         return (room + cost_alone) / shared.costs.num_routers - cost_alone
 
     def reserve(self, upstream: str, cost: float) -> None:
-        """Set the maximum cost of this router's running requests at an upstream."""
+        """Tell other routers, if they share costs, what this router's running requests may cost.
+
+        `cost` is the maximum total cost of these requests at an upstream, in the currency's unit;
+        the next `exchange` sends it.
+        """
         if self._shared_records is not None:
             reserved = self._shared_records.costs.reserved
             reserved[self._account(upstream)] = round(cost * NANOS)

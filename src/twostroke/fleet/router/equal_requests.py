@@ -26,8 +26,8 @@ def equal_key(
 ) -> bytes:
     """Return a hash that equal requests share; empty if the request cannot share a computation.
 
-    A request whose answers are random, or whose headers set a timeout or `Cache-Control`, cannot
-    share a computation.
+    A request whose answers are random, or whose headers set a timeout, `no-cache` or `no-store`,
+    cannot share a computation.
     """
     if _REPEATABLE.search(body) is None or any(map(_is_exclusive, headers)):
         return b""
@@ -45,14 +45,14 @@ def _is_exclusive(header: tuple[bytes, bytes]) -> bool:
 
 
 class EqualRequests:
-    """Counts which replicas compute which requests without randomness."""
+    """Counts which replicas compute which requests without randomness, by their `equal_key`."""
 
     def __init__(self) -> None:
         """Start with no requests."""
         self._replicas: dict[bytes, Counter[int]] = {}  # by key: requests by index of the replica
 
     def add(self, key: bytes, replica: int) -> None:
-        """Note that a replica begins to compute a request; an empty key does not count."""
+        """Note that the replica with this index begins a request; an empty key does not count."""
         if key:
             self._replicas.setdefault(key, Counter())[replica] += 1
 

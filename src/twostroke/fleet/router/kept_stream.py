@@ -58,10 +58,13 @@ class StreamMemory:
 class KeptStream:
     """The parts of a request and its stream that another replica needs to continue the stream.
 
+    A record is a line of engine outputs that a Twostroke server adds to its stream for the router
+    (`server/generation/stream_records.py`).
+
     Attributes:
         first_bytes: the beginning of the stream, which has the id of the response.
-        origin: the version and the numerics of the replica that began the stream; None before the
-            first record.
+        origin: the version and the numerics (`ReplicaFacts`) of the replica that began the stream;
+            None before its response has begun.
         has_progress: whether a record has arrived since the request was last sent to a replica.
         lost_code: the error's code, if the replica could not finish the stream.
     """

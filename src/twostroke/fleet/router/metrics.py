@@ -128,7 +128,7 @@ class RouterMetrics(Collector):
             yield from _upstreams(self._overflow)
 
     def _starts(self) -> Iterator[Metric]:
-        """Yield the metrics of models that may have no replica."""
+        """Yield the metrics of models that may have no replica until requests wait for one."""
         replicas = GaugeMetricFamily(
             "twostroke_router_wanted_model_replicas",
             "Replicas of a model that scales to zero which its present work needs.",

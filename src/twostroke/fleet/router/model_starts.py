@@ -121,8 +121,9 @@ class StartableModel:
     def on_ready(self, numerics: str) -> None:
         """Measure the start time, because a replica of the model has become ready.
 
-        Logs a warning if the replica's `numerics` differ from the last replica's: it then has
-        another model under the same name, or other settings.
+        `numerics` names the replica's weights and arithmetic (see `ReplicaFacts`). Logs a warning
+        if it differs from the last replica's: the replica then has another model under the same
+        name, other settings or another processor.
         """
         began_s, self._began_s = self._began_s, None
         if began_s is not None and self.is_used(_MAX_START_S):

@@ -444,7 +444,11 @@ def _routers_passed(request: ProxiedRequest) -> list[bytes]:
 
 
 def _may_leave(request: ProxiedRequest) -> bool:
-    """Return whether any rule can apply to a request: a chat whose response has not begun."""
+    """Return whether any rule can apply to a request.
+
+    It must be a chat whose response has not begun, which is allowed to leave (`may_overflow`), and
+    which no replica must answer because of data that it stores.
+    """
     return (
         request.scope["path"] in PROTOCOLS
         and bool(request.content)
@@ -455,7 +459,7 @@ def _may_leave(request: ProxiedRequest) -> bool:
 
 
 def _max_cost(request: ProxiedRequest, bought: BoughtModel, context_length: int) -> float:
-    """Return the maximum cost of a request, from the estimated number of its prompt tokens.
+    """Return the maximum cost of a request in the currency's unit, from its estimated tokens.
 
     Without a limit in the request, an answer of `context_length` tokens is assumed.
     """

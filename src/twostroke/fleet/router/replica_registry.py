@@ -77,7 +77,8 @@ class ReplicaFacts(Frozen):
         models: the names of the replica's models.
         epoch: a value that changes with each start of the replica or its engine.
         version: the replica's version of Twostroke.
-        numerics: a digest; only replicas with equal numerics give equal answers.
+        numerics: a text that names the weights, the backend and its precision; only replicas with
+            equal numerics give equal answers.
         context_length: the context length in tokens; 0 if it is not known.
         keeps_files: whether the replica has files and batches; None if it is not known.
         takes_any_name: whether the replica accepts names of models that it does not list.

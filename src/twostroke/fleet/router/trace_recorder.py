@@ -24,7 +24,10 @@ _NOT_VALID: Final = "not valid"  # the outcome of a request with an error; it is
 
 
 class RouterTraceRecorder:
-    """Appends a line to a trace for each request to a model that a router has forwarded.
+    """Records a workload for `twostroke simulate`: a line for each request to a model.
+
+    A line has the times, the lengths and the shared prefix of a request that the router has
+    forwarded or refused (`TracedRequest`), but no text.
 
     A router has no tokenizer, so it compares prompts in blocks of 64 bytes of their text. The
     length of a shared prefix in tokens is estimated from the prefix's share of the text. The
@@ -83,8 +86,9 @@ class RouterTraceRecorder:
     def _shared(self, log: ProxyLog, num_prompt: int) -> tuple[int, int] | None:
         """Find the earlier prompt that shares the longest prefix with the prompt.
 
-        Returns how many prompts ago that prompt came, and the estimated length of the prefix in
-        tokens; None if no earlier prompt shares a prefix.
+        `log` has the prompt's block hashes, and `num_prompt` is its length in tokens, by which
+        bytes are converted to tokens. Returns how many prompts ago that prompt came, and the
+        estimated length of the prefix in tokens; None if no earlier prompt shares a prefix.
         """
         assert log.prompt is not None
         traced = log.prompt.traced
@@ -100,7 +104,8 @@ class RouterTraceRecorder:
         """Return the position at which a prompt begins to differ from earlier prompts.
 
         Also returns how many tokens after the position occur in earlier prompts. Both are estimates
-        in tokens; the position is None if it is unknown.
+        in tokens, from bytes and the prompt's length `num_prompt` in tokens. The position is None,
+        and the other number 0, if the prompt does not begin like an earlier one.
         """
         assert log.prompt is not None
         traced = log.prompt.traced

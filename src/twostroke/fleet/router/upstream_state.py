@@ -121,7 +121,7 @@ class Upstream:
         return self._first_token_s if age_s < _MAX_AVERAGE_AGE_S else 0.0
 
     def wait_s(self, bought: BoughtModel) -> float:
-        """Return after how many seconds the upstream may be used; 0.0 if it may be used now."""
+        """Return after how many seconds the upstream may be used for a model; 0.0 if now."""
         now_s = time.monotonic()
         if self._is_key_refused:
             with suppress(UpstreamError):
@@ -200,8 +200,9 @@ class Upstream:
     async def begin(self, max_cost: float) -> bool:
         """Count a request, and reserve its maximum cost; return whether the request may be sent.
 
-        It may not be sent if other routers have meanwhile reserved the rest of the day's limit. The
-        caller must call `end` in any case.
+        `max_cost` is in the unit of the overflow file's currency. The request may not be sent if
+        other routers have meanwhile reserved the rest of the day's limit. The caller must call
+        `end` in any case.
         """
         self.num_running += 1
         cost_before = self._reserved_cost
@@ -212,13 +213,13 @@ class Upstream:
         return others_cost < self._costs.room(self.name, self.spec.max_cost_per_day)
 
     def end(self, max_cost: float) -> None:
-        """Count a request that has ended, answered or not."""
+        """End a request, answered or not: free its slot, and the `max_cost` given to `begin`."""
         self.num_running -= 1
         self._reserved_cost = max(0.0, self._reserved_cost - max_cost) if self.num_running else 0.0
         self._costs.reserve(self.name, self._reserved_cost)
 
     def record_answer(self, rule: str, bought: BoughtModel) -> None:
-        """Count an answered request; earlier failures no longer count."""
+        """Count an answered request by its rule; earlier failures no longer count."""
         self.num_requests[rule] += 1
         self._paused_models.pop(bought.model, None)
         self._num_failures_in_row = 0

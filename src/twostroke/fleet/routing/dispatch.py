@@ -36,7 +36,8 @@ class RoutingKey(Frozen):
     A unit of the prompt is a byte of its text.
 
     Attributes:
-        block_keys: the keys of the prompt's blocks, by which the prefix tree finds the prompt.
+        block_keys: a hash for each block of the prompt (512 or 2048 bytes), by which the prefix
+            tree finds the prompt.
         num_units: the length of the prompt in units.
         affinity: a 64-bit hash, by which prompts that are in no replica's cache are spread.
     """
@@ -332,6 +333,12 @@ class Dispatcher:
         The candidates, from which the policy chooses, are the replicas with the longest prefix, the
         preferred replicas of the hash ring, and the `nearest` replica. Lengths are in blocks. Of
         candidates with equal cost, the policy takes the first.
+
+        Args:
+            path: the prompt's path in the prefix tree.
+            affinity: the prompt's hash for the hash ring.
+            wait_s: shape (replicas,): seconds until a new request would start; inf if closed.
+            nearest: the index of a replica that is a candidate in any case.
         """
         longest, holders = self.prefix_tree.longest_prefix(path)
         cached_blocks = {index: longest for index in holders if wait_s.item(index) != math.inf}
@@ -388,7 +395,10 @@ class Dispatcher:
         self.unit_s[index] = (own_s + prior_s) / (own_units + _PRIOR_UNITS)
 
     def _learn_whole_answer(self, routed: RoutedRequest, took_s: float) -> None:
-        """Learn a replica's speed from its fastest answers, whose decoding took the least time."""
+        """Learn a replica's speed from its fastest answers, whose decoding took the least time.
+
+        `took_s` is the time from sending the request to the end of the answer.
+        """
         own_s, own_units = self._sums[routed.index]
         unit_s = took_s / (routed.units_ahead + routed.missing_units + _OVERHEAD_UNITS)
         if own_units:
@@ -413,7 +423,7 @@ class Dispatcher:
         self._set_pending(routed.index, self._pending_units[routed.index])
 
     def _remove_work(self, routed: RoutedRequest, now_s: float) -> None:
-        """Remove a request from the pending work of its replica, since its first token has come."""
+        """Remove a request from its replica's pending work, after its first token or its end."""
         routed.has_first_token = True
         index = routed.index
         num_left = max(0.0, self._pending_units[index] - routed.missing_units)

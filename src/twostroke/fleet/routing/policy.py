@@ -62,7 +62,7 @@ def prefix(state: RoutingState, compute_weight: float = COMPUTE_WEIGHT) -> int:
 
     The time is the wait and the prefill of the part of the prompt that is not in the replica's
     prefix cache. A second of prefill counts more than a second of waiting, since prefill also
-    delays later requests. Open requests at a replica raise its cost.
+    delays later requests: `compute_weight` is the ratio. Open requests at a replica raise its cost.
     """
     best, min_cost_s = 0, math.inf
     for index, prefill_s in state.prefill_s.items():
@@ -83,7 +83,10 @@ def least_work(state: RoutingState) -> int:
 
 
 def two_choices(state: RoutingState) -> int:
-    """Return the replica with the shorter wait of two random replicas (Mitzenmacher, 2001)."""
+    """Return the replica with the shorter wait of two random replicas (Mitzenmacher, 2001).
+
+    The choice is a hash of the request's number, so that simulations can be repeated.
+    """
     open_replicas = np.flatnonzero(np.isfinite(state.wait_s))
     random_bits = mix(state.request_number)
     first = int(open_replicas[(random_bits >> 32) % len(open_replicas)])

@@ -135,7 +135,7 @@ class PrefixTree:
         return 0, []
 
     def num_cached(self, path: Path, index: int) -> int:
-        """Return how many of a prompt's first blocks a replica has in its cache.
+        """Return how many of a prompt's first blocks a replica should have in its cache.
 
         `path` is the result of `find` for the prompt.
         """
@@ -150,9 +150,9 @@ class PrefixTree:
     def add(self, keys: tuple[int, ...], path: Path, index: int) -> CachedPrefix:
         """Add a prompt that is sent to a replica, and return its entry.
 
-        The caller sets the entry's `used_s` at the request's end.
-
-        `path` is the result of `find` for the prompt.
+        `keys` are the keys of the prompt's blocks, `path` is the result of `find` for them, and
+        `index` is the index of the replica. The caller sets the entry's `used_s` at the request's
+        end.
         """
         cached = CachedPrefix(index, self._epochs[index])
         num_found = 0

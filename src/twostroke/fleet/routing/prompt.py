@@ -76,11 +76,12 @@ class _PromptBody(msgspec.Struct):
 
 
 class TracedPrompt(Frozen):
-    """Facts about a prompt's text that a recorded trace has.
+    """Facts about a prompt's text from which `--record-trace` finds shared prefixes.
 
     Attributes:
-        hashes: the hashes of the prompt's blocks.
-        parting: the point, in bytes, at which the prompt begins to differ from earlier prompts.
+        hashes: a hash for each block of the prompt, which covers all earlier blocks, too.
+        parting: the point, in bytes, at which the prompt begins to differ from the most similar
+            earlier prompt of its tenant; None if no earlier prompt begins like it.
     """
 
     hashes: Sequence[int]
@@ -213,9 +214,10 @@ def _conversation_id(raw: Raw) -> str:
 
 
 def block_keys(text: bytes, salt: bytes) -> tuple[int, ...]:
-    """Return a 64-bit key for each full block of a prompt's text.
+    """Return a 64-bit key for each full block of a prompt's text, for the prefix tree.
 
-    A key is a hash of the text from its beginning to the end of the block.
+    A key is a hash of the text from its beginning to the end of the block, and of the tenant's
+    `salt`. A rest that fills no block (512 bytes, later 2048) has no key.
     """
     digest = blake2b(salt, digest_size=8).digest()
     keys: list[int] = []

@@ -68,7 +68,11 @@ class LimitOperation:
         take: Callable[[str, dict[str, float]], None] = lambda _result, _levels: None,
         **fields: Any,
     ) -> None:
-        """Create the operation `kind` of the script for an API key."""
+        """Create an operation of the script for an API key.
+
+        `kind` is "admit", "check", "finish" or "sync", and `fields` are its further arguments, such
+        as the number of tokens to hold.
+        """
         limits = key.limits
         self.take = take
         self.fields: dict[str, Any] = {
@@ -88,7 +92,7 @@ class LimitOperation:
 
 
 class _Usage:
-    """Usage that is sent again, with the same number, until the store has confirmed it."""
+    """Usage, key uses and costs, sent with the same number until the store has confirmed them."""
 
     def __init__(
         self,
@@ -198,7 +202,10 @@ class SharedRecords:
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """Write the usage that is not written yet, and end the router's lease."""
+        """Write the usage and costs that are not written yet, and end the router's lease.
+
+        Usage and costs that cannot be written within some seconds are lost; an error is logged.
+        """
         self._is_stopping = True
         if self._task is not None:  # a client of Redis may swallow a cancellation
             self._wake.set()
@@ -254,7 +261,10 @@ class SharedRecords:
         self._wake.set()
 
     def add_costs(self, owner: CostOwner, counts: Iterable[int]) -> None:
-        """Add costs to the sums of all routers, with the next batch."""
+        """Add costs to the sums of all routers, with the next batch.
+
+        `counts` (requests, tokens, cost and others) are in the order of `COUNT_COLUMNS`.
+        """
         sums = self.costs.rows.setdefault(owner, [0] * len(COUNT_COLUMNS))
         sums[:] = [total + count for total, count in zip(sums, counts, strict=True)]
         self._wake.set()
@@ -294,7 +304,10 @@ class SharedRecords:
         await self._wait(reported)
 
     async def _wait(self, answer: asyncio.Future[Any]) -> bool:
-        """Wait for an answer of the store; return whether it has come in time."""
+        """Wait for an answer of the store; return whether it has come within `max_wait_s`.
+
+        If not, the router decides alone until the store answers again.
+        """
         try:
             await asyncio.wait([answer], timeout=self._max_wait_s)
             if not answer.done():  # if this process was not run, the answer may be there
@@ -317,7 +330,10 @@ class SharedRecords:
                 self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
 
     async def _exchange(self, lease_ms: int = LEASE_MS) -> bool:
-        """Send a batch; return whether the store has answered."""
+        """Send a batch of all that is queued; return whether the store has answered.
+
+        `lease_ms` is how long the store then counts this router as alive.
+        """
         self._wake.clear()
         operations = self._take_operations()
         batch = self._batch(operations, lease_ms)
@@ -431,7 +447,7 @@ class SharedRecords:
         self._wake.set()
 
     def _take_reply(self, reply: list[Any], operations: list[LimitOperation]) -> None:
-        """Apply the reply of the store to a batch."""
+        """Apply the store's reply to a batch, with a result for each of its `operations`."""
         now_s, identity, change = float(reply[0]), reply[2].decode(), reply[3].decode()
         was_removed, others, results = bool(reply[4]), reply[5], reply[6]
         if self._unconfirmed is not None:

@@ -177,7 +177,7 @@ class KeyLimiter:
         """Count that a request has ended, and give its unused tokens back.
 
         Args:
-            began_s: when the request began.
+            began_s: when the request began, on the limiter's clock.
             num_held: the tokens that it had taken.
             num_used: the tokens that it has used.
         """
@@ -201,7 +201,8 @@ class KeyLimiter:
     def headers(self, *, is_anthropic: bool) -> list[tuple[bytes, bytes]]:
         """Return the rate limit headers of a response: limits, remaining amounts and reset times.
 
-        The headers have the names of Anthropic's API, or else of OpenAI's.
+        A limit is reset when its bucket is full again. The headers have the names of Anthropic's
+        API, or else of OpenAI's.
         """
         now_s = self._clock()
         headers: list[tuple[str, str]] = []

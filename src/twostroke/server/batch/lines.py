@@ -133,9 +133,10 @@ def next_lines(
 
 
 def line_digests(path: Path, max_bytes: int, num_requests: int) -> array[int]:
-    """Return the digests of the first `num_requests` lines of a batch's input file.
+    """Return a 64-bit digest for each of the first `num_requests` lines of an input file.
 
-    Blank lines are left out. The digests show later whether a line has changed.
+    Blank lines are left out, and longer lines are cut at `max_bytes`. The digests show later
+    whether a line has changed.
 
     Raises:
         OSError: the file cannot be read.

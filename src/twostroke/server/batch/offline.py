@@ -358,7 +358,7 @@ def _digest(length: int, *parts: str | bytes) -> str:
 
 
 def _with_digest(id_: str, body: bytes) -> bytes:
-    """Return a result's id that ends with the digest of the result line `body`.
+    """Return the result id `id_` with the digest of the result line `body` as its last digits.
 
     To compute the digest, `body` must have zeros in place of the digest's digits.
     """

@@ -27,9 +27,10 @@ _logger = logging.getLogger("twostroke.serve")
 class AdaptiveLimit:
     """Limits how many requests of one batch run at the same time; a busy server lowers the limit.
 
-    A request that is refused because the server is busy halves the limit and starts a pause of the
-    batch, which is logged. Refusals of requests that were sent before the pause start no further
-    pause. Each answer raises the limit by one. Call the methods only in the event loop's thread.
+    A request that is refused because the server is busy lowers the limit to half of the batch's
+    running requests, and starts a pause of the batch, which is logged. Refusals of requests that
+    were sent before the pause start no further pause. Each answer raises the limit by one. Call the
+    methods only in the event loop's thread.
     """
 
     def __init__(self, batch: str) -> None:

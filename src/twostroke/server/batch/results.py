@@ -161,8 +161,10 @@ def _write(
 ) -> bool:
     """Write results from `outcomes` to files for a short time, and count them in `counts`.
 
-    Returns whether more results remain; the caller then calls this function again, so that the
-    batches of other tenants can write in between.
+    `outcomes` are as from `_outcomes`, and `counts` has a number for each outcome. Successful
+    results go to `output`, all others to `failures`. Returns whether more results remain; the
+    caller then calls this function again, so that the batches of other tenants can write in
+    between.
     """
     until_s = time.monotonic() + _WRITE_SLICE_S
     for kind, body in outcomes:
@@ -178,7 +180,8 @@ def _outcomes(
 ) -> Iterator[tuple[int, bytes]]:
     """Yield the outcome and the result of each request of a batch, in the order of the input.
 
-    If the input file is missing or has changed, only requests with stored results are yielded.
+    The outcome is `_OK`, `_FAILED` or `_UNRUN`; the result is a JSON line without line end. If the
+    input file is missing or has changed, only requests with stored results are yielded.
     """
     with records.open_reader() as db:
         num_unrun = batch.total - stored_batches.num_results(db, batch.id)

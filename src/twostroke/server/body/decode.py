@@ -224,6 +224,9 @@ def _convert_leniently(value: Any, kind: Any, where: str = "") -> tuple[Any, lis
 def _fields_without_effect(value: object, where: str, marks: Marks) -> Iterator[Ignored]:
     """Yield the fields of a body that this server ignores.
 
+    `value` is the decoded body, or a part at the path `where`; `marks` has the annotated fields of
+    its structs.
+
     Fields with a neutral value, such as false for an optional feature, are left out, since they
     mean the same as no field.
 
@@ -251,7 +254,7 @@ def _unsupported(field: str, extra: dict[str, Any]) -> RequestError:
 
 
 def _find_marked_fields(value: object, marks: Marks) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the fields of a decoded body that are marked in its struct, with path and mark.
+    """Yield the path and the mark of each field of a decoded body that its struct marks.
 
     Marks come from annotations such as `field.unsupported` and `field.ignored`. A field is left out
     if its value is null or neutral, which means the same as no field.

@@ -42,7 +42,7 @@ class _StructFields:
 
 @dataclass(slots=True)
 class _Shape:
-    """The facts about a field's type that the removal of unknown fields needs.
+    """The facts about a field's type by which `_LenientWalk` searches its values.
 
     A type whose values never need a change has no shape, and the search skips its values.
 

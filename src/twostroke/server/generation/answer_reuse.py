@@ -156,7 +156,10 @@ class ReaderOutputs(UnreadOutputs):
         self._deliver(output)
 
     def cancel(self) -> None:
-        """End the answers for this request; the run continues for other requests."""
+        """End the answers for this request; the run continues for other requests, if any.
+
+        Without other requests, the call to the engine is cancelled.
+        """
         open_choices, self._open_choices = self._open_choices, set()
         if not open_choices:
             return
@@ -172,7 +175,8 @@ class ReaderOutputs(UnreadOutputs):
     def _as_reused(self, output: Output) -> Output:
         """Return a copy of an output of another request, with this request's usage and times.
 
-        All its tokens count as cached, since they were not computed for this request.
+        All prompt tokens count as cached and all answer tokens as reused, since they were not
+        computed for this request.
         """
         now_s = time.monotonic()
         if output.token_ids:
@@ -215,11 +219,8 @@ class SharedRun:
     ) -> ReaderOutputs:
         """Start to receive the outputs of the accepted call.
 
-        Returns the outputs for the request that made the call.
-
-
-        `on_end(answers)` is called at the end, with an output for each choice, or None if the run
-        failed or was cancelled.
+        Returns the outputs for the request that made the call. `on_end(answers)` is called
+        at the end, with an output for each choice, or None if the run failed or was cancelled.
         """
         self._outputs = outputs
         self._on_end = on_end
@@ -341,7 +342,7 @@ class JoinedOutputs:
         self._outputs.redirect(deliver)
 
     def cancel(self) -> None:
-        """End the answers for this request; the run continues for other requests."""
+        """End the answers for this request; the run continues for other requests, if any."""
         self._is_cancelled = True
         self._outputs.cancel()
 
@@ -556,7 +557,11 @@ def _content_key(engine: ServedEngine, job: Job, encoded: EncodedJob) -> bytes:
 
 
 def _urgency_key(job: Job) -> bytes:
-    """Return a key of how urgent a request is; only requests with equal keys share a run."""
+    """Return a key of a request's priority, service tier and deadline.
+
+    Only requests with equal keys share a run. Otherwise a request could wait for a run with a lower
+    priority than its own.
+    """
     caller = job.caller
     times = (caller.start_within_s, job.keep_s, caller.continues_elsewhere)
     return encode((caller.priority, caller.service_tier, caller.weight, times))

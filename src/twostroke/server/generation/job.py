@@ -154,7 +154,9 @@ class Conversation(Frozen):
     ) -> Hints:
         """Add to the engine's hints the prefix lengths that later prompts of the chat will share.
 
-        Returns the new hints. `tokens` are the token ids of `prompt`, which `prepare` has rendered.
+        For a model with recurrent layers, the prefix cache keeps a snapshot of the state after each
+        of these lengths, which are in tokens. Returns the new hints, or `hints` for other models.
+        `tokens` are the token ids of `prompt`, which `prepare` has rendered.
         """
 
         def render(messages: Sequence[Mapping[str, Any]]) -> Rendered:

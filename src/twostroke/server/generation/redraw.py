@@ -69,6 +69,8 @@ class _BlockSchema:
 class AnswerGuard:
     """Checks the answers of one job against JSON schemas, and generates wrong answers again.
 
+    A grammar constrains sampling, but some schema rules cannot be put into a grammar.
+
     An answer that is still wrong after that is an error if its schema is strict; otherwise the
     response names the rule that the answer breaks.
     """
@@ -173,7 +175,10 @@ class AnswerGuard:
         return settled.answer
 
     def marked(self, events: Iterable[Event]) -> Iterator[Event]:
-        """Yield events, and add to each `ChoiceEnded` the schema rule that its answer breaks."""
+        """Yield events, and add to each `ChoiceEnded` the schema rule that its answer breaks.
+
+        Answers for which `settle` was not called are not marked.
+        """
         for event in events:
             if isinstance(event, ChoiceEnded) and (fault := self.faults.get(event.choice)):
                 yield replace(event, schema_miss=str(fault))
@@ -221,7 +226,10 @@ class AnswerGuard:
             return None
 
     async def _generate_again(self, answers: RunningAnswers, work: DrawAgain) -> Completion:
-        """Generate an answer again, without the values that broke the JSON schema."""
+        """Generate an answer again, without the values that broke the JSON schema.
+
+        `work` names the answer and these values.
+        """
         params = redrawn_params(self._encoded.params, work)
         self._checks.count_regeneration()
         hints = replace(self._encoded.hints, prediction=work.answer.token_ids, shows_progress=False)
@@ -305,7 +313,8 @@ class _StreamedAnswer:
     def may_change(self, part: CheckedPart, start: int) -> bool:
         """Return whether a new answer may differ in a part's text from the offset `start` on.
 
-        It may differ if the client has not seen the text from that offset yet.
+        `start` is in characters. The new answer may differ if the client has not seen the text from
+        that offset yet.
         """
         if part.index >= len(self._num_sent):
             return True

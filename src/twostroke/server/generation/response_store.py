@@ -245,7 +245,10 @@ class ResponseStore:
             del self.responses_by_tenant[tenant]
 
     def swap(self, tenant: str, old: StoredResponse, new: StoredResponse) -> None:
-        """Replace the stored response `old` with `new`; the caller holds the lock."""
+        """Replace the stored response `old` with `new`, as the newest; the caller holds the lock.
+
+        Then evicts responses over the limits.
+        """
         tenant_responses = self.responses_by_tenant[tenant]
         del tenant_responses.by_id[old.id]
         new_responses = self.add(tenant, new)

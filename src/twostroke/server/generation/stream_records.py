@@ -230,7 +230,11 @@ class StreamRecorder:
         return RequestError("The records of the stream are damaged.")
 
     def write(self, events: Sequence[Event], write: Callable[[Event], bytes]) -> bytes:
-        """Return the bytes of events that the client does not have, and a record of them."""
+        """Return the bytes of events that the client does not have, and a record of them.
+
+        `write` encodes an event in the protocol's form. The result is empty if there is neither a
+        new event nor a new output.
+        """
         parts: list[bytes] = []
         for event in events:
             data = write(event)

@@ -89,7 +89,7 @@ _SCAN_CHUNK_BYTES: Final = 1 << 18
 
 
 class Nesting(NamedTuple):
-    """How deeply a JSON text is nested, and an upper bound of its number of lists and objects."""
+    """Upper bounds of a JSON text's nesting depth, and of its number of lists and objects."""
 
     depth: int
     num_containers: int

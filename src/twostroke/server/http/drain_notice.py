@@ -156,7 +156,10 @@ CLOUDS: Final = {
 
 
 def _url_has_notice(url: str) -> bool:
-    """Return whether a URL has a notice: status 200 and a body other than `false` or nothing."""
+    """Return whether a URL has a notice, by the status and the body of its response.
+
+    There is none if the status is 204 or 404, or if the body is empty, `false`, `none` or `null`.
+    """
     status, body = _fetch(url, {})
     if status in {204, 404}:
         return False

@@ -30,7 +30,7 @@ class FairSlot(Frozen):
     """A granted turn at the resource of a `FairQueue`, which the caller must end.
 
     Attributes:
-        key: whether the caller has low priority, and the tenant.
+        key: whether the caller has low priority (`is_last`), and the tenant's name.
         began_s: the monotonic time at which the slot was granted.
     """
 
@@ -132,9 +132,9 @@ class Readers:
     ) -> T:
         """Run `work(*arguments)` in a thread when it is the tenant's turn, and return its result.
 
-        With `is_last` the work waits until no other tenant's work waits. If the caller is
-        cancelled, work that calls `check_wanted` ends soon. The slot is given back when the work
-        has ended.
+        With `is_last` the work waits until no work without `is_last` waits. If the caller is
+        cancelled, work that calls `check_wanted` now and then ends soon. The slot is given back
+        when the work has ended.
         """
         slot = await self._queue.take(tenant, is_last=is_last)
         loop = asyncio.get_running_loop()

@@ -81,6 +81,8 @@ class IgnoredFields:
     def note(self, ignored_fields: Iterable[Ignored], served_request: ServedRequest) -> None:
         """Report a request's ignored fields, in a response header, in a metric and in the log.
 
+        Each field is logged once in the process's life, not for each request.
+
         Raises:
             RequestError: the server is strict and refuses a field.
         """

@@ -88,7 +88,9 @@ class RetryAfter:
     def put_off(self, error: OverloadedError, service_tier: str) -> None:
         """Give a refused request a later retry time than earlier refused requests of its tier.
 
-        `error` is the refusal; its fact `room_s` gets the time, in seconds from now.
+        `error` is the refusal. Its fact `room_s`, the seconds until the engine should have room, is
+        replaced by the retry time in seconds from now; its fact `turn_s` is the time after which
+        there should be room for one request more. Nothing changes without `room_s`.
         """
         room_s, turn_s = error.facts.get("room_s"), error.facts.get("turn_s")
         if not isinstance(room_s, float):

@@ -234,7 +234,10 @@ class OnDemandEngine:
         return 0 if self._supervisor.is_resting else self._engine.process_memory_bytes
 
     def model_use(self, now_s: float) -> ModelUse:
-        """Return the facts by which `decide_residency` chooses models to load and unload."""
+        """Return the facts by which `decide_residency` chooses models to load and unload.
+
+        A model with running requests counts as used at `now_s`, a monotonic time.
+        """
         is_compiling = self._engine.is_compiling
         state = self.residency
         is_loaded = self._supervisor.is_up

@@ -75,8 +75,9 @@ def retention_value(num_bytes: int, load_s: float, highest_unloaded_value: float
     """Return the value of keeping a model in memory, computed whenever a request uses the model.
 
     The model with the lowest value is unloaded first. The value is the loading time per byte of
-    memory, plus `highest_unloaded_value`, the highest value of the models unloaded so far. This
-    sum grows over time, so a model that has not been used for long has a low value.
+    memory, plus `highest_unloaded_value`, the highest value of the models unloaded so far (the
+    GreedyDual-Size algorithm of web caches). This sum grows over time, so a model that has not been
+    used for long has a low value.
     """
     return highest_unloaded_value + load_s / max(1, num_bytes)
 
@@ -148,7 +149,8 @@ def _eviction_order(
 ) -> list[ModelUse]:
     """Return the loaded models in the order in which to unload them for another model.
 
-    Models in `closed_models` are left out. Models that the previous decision closed come first.
+    Models in `closed_models` are left out. Models that the previous decision closed come first,
+    then models without running requests, then models with a low `retention_value`.
     """
     candidates = [
         model_use
@@ -169,7 +171,10 @@ def _eviction_order(
 def _may_unload(victim: ModelUse, model: ModelUse, waiting_since_s: float, now_s: float) -> bool:
     """Return whether the loaded model `victim` may be unloaded now to make room for `model`.
 
-    `waiting_since_s` is the arrival of the oldest request that waits for `model`.
+    `waiting_since_s` is the arrival of the oldest request that waits for `model`. So that models do
+    not alternate, this request must have waited, and the victim must have been loaded or unused,
+    for some multiple of the models' loading times, unless the victim is closed already or was idle
+    for long.
     """
     loaded_for_s = now_s - victim.loaded_s
     unused_s = now_s - victim.used_s

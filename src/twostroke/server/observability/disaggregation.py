@@ -65,8 +65,8 @@ def prefill_per_decode(status: EngineStatus, card: ModelCard) -> float | None:
     """Return how many prefill engines a fleet needs for each decode engine like this one.
 
     The ratio is the time to prefill all prompts so far, at the speed of the fastest prefill engine,
-    divided by the time of the decode steps of their answers. None if this engine has no measurement
-    yet.
+    divided by the time of the decode steps of their answers. None if this is not a decode engine,
+    or has no measurement yet.
     """
     decode_side = status.disaggregation and status.disaggregation.decode_side
     decode = status.snapshot.phases.decode

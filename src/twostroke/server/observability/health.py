@@ -158,7 +158,8 @@ class HealthReports:
 def numerics_of(engine: ServedEngine) -> str:
     """Return a text that is equal for engines that give equal answers to equal requests.
 
-    The text is empty before an engine's model is loaded for the first time.
+    It has the identity of the weights, the backend, its instruction set and its precision. The text
+    is empty before an engine's model is loaded for the first time.
     """
     backend = engine.facts.backend
     if not backend.num_threads:

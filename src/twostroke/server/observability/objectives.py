@@ -159,9 +159,10 @@ class Goodput:
         *,
         is_all: bool = True,
     ) -> None:
-        """Count a result, met or missed, for some measures of a service tier.
+        """Add `count` answers to the result MET or MISSED of some measures, such as "ttft".
 
-        With `is_all` the result also counts for all objectives of the tier together.
+        With `is_all` the result also counts for all objectives of the tier together. Does nothing
+        without measures.
         """
         names = list(measures)
         if not names:

@@ -75,7 +75,9 @@ class PageUsage(Frozen):
 def page_map(pages: PageUsage, cached: tuple[int, ...], num_groups: int) -> dict[str, Any]:
     """Build the arrays with which the dashboard draws its map of KV pages, in base64.
 
-    A cell of the map stands for one page, or for `pages_per_cell` adjacent pages; it then shows the
+    `cached` has the indices of pages that only the prefix cache keeps; `num_groups` is the number
+    of cache groups (attention layers whose keys and values share pages). A cell of the map stands
+    for one page, or for `pages_per_cell` adjacent pages; it then shows the
     page with the most holders. The arrays have a value for each cell:
 
     - `cells`: 0 for a free page, 1 for a cached page, n for a page that n - 1 requests hold; 255 if
@@ -109,7 +111,7 @@ def page_map(pages: PageUsage, cached: tuple[int, ...], num_groups: int) -> dict
 
 
 def _cell_rows(pages: NDArray[Any], size: int) -> NDArray[Any]:
-    """Reshape an array with a value for each KV page to (cells, pages_per_cell), padded with 0."""
+    """Reshape an array with a value for each KV page to (cells, size), padded with 0."""
     return np.pad(pages, (0, -len(pages) % size)).reshape(-1, size)
 
 

@@ -84,7 +84,10 @@ class _Example(PartingStatistics):
 
 
 class _TenantPartings:
-    """The partings of one tenant, by key; the newest are at the end."""
+    """The partings of one tenant, by a key that is equal for prompts that part at the same point.
+
+    The partings of the newest prompts are at the end.
+    """
 
     def __init__(self) -> None:
         self.num_prompts = self.num_tokens = 0

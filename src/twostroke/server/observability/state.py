@@ -230,7 +230,7 @@ class DashboardState:
 
 
 def _objective_results(goodput: Goodput, seconds: int, ago_s: int = 0) -> dict[str, Any]:
-    """Return how many answers met and missed each latency objective in a recent period.
+    """Return how many answers met and missed each objective in a recent period, and the goodput.
 
     The period has `seconds` seconds, and ended `ago_s` seconds ago.
     """

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class RecordedWork(Protocol):
-    """The work on a request that generates answers; only such requests are recorded."""
+    """The part of `RunningAnswers` that a trace needs; requests without it are not recorded."""
 
     @property
     def prompts(self) -> Sequence[Sequence[int]]:
@@ -47,7 +47,11 @@ class RecordedWork(Protocol):
 
 
 class TraceRecorder:
-    """Appends a line to a trace for each answer of a request that has ended."""
+    """Records a workload for `twostroke simulate`: a JSON line for each answer that has ended.
+
+    A line has times, lengths and shared prefixes (`TracedRequest`), but no text. These traces have
+    nothing to do with OpenTelemetry's (`traces.py`).
+    """
 
     def __init__(
         self, path: Path, settings: Callable[[], ServerSettings | None] = lambda: None
@@ -100,7 +104,8 @@ class TraceRecorder:
     ) -> TracedRequest:
         """Return the trace line for the answer `index` of a request.
 
-        `prompt` is the prompt of this answer, and `shared` the value of `TracedRequest.shared`.
+        `prompt` has the token ids of this answer's prompt. `shared` has the number of lines back to
+        the most similar earlier prompt, and the tokens that both share; None without one.
         """
         arrival_s = served_request.began_s
         result = work.results.get(index)
@@ -126,7 +131,7 @@ class TraceRecorder:
 
     @staticmethod
     def _num_unfinished_tokens(work: RecordedWork) -> int:
-        """Return the mean number of tokens of the answers that have not ended."""
+        """Return the mean number of tokens of a request's answers that have not ended."""
         num_open = len(work.prompts) * work.params.n - len(work.results)
         num_in_ended = sum(usage.completion_tokens for _, usage, _ in work.results.values())
         num_in_all = 0 if work.used is None else work.used.completion_tokens

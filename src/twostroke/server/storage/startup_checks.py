@@ -55,6 +55,9 @@ def _restore_table(
 ) -> list[str]:
     """Repair the damaged ids and indexes of a table; only call this if no row is missing.
 
+    Of an id in the row and another id in the index, the id that matches the row's digest is right.
+    If neither matches, nothing in the table is repaired.
+
     Args:
         db: the database.
         table: the name of the table.

@@ -37,7 +37,10 @@ def check_trace_file(path: Path) -> None:
 
 
 class TraceFile:
-    """The file of a recorded trace, to which whole lines are appended.
+    """The file of `--record-trace`, a workload that `twostroke simulate` can replay.
+
+    It has JSON lines: a header with the server's settings, and a line for each answer, or for each
+    request of a router. Whole lines are appended.
 
     Attributes:
         is_open: whether lines are still recorded.

@@ -121,8 +121,8 @@ def to_constraint(request: AnswerFormatFields) -> Constraint | None:
 def single_constraint(formats: Iterable[NotatedFormat]) -> Constraint | None:
     """Check that a request sets at most one answer format, and return it as a constraint.
 
-    `formats` has an entry for each field of the request that could set a format. Returns None if no
-    field sets one.
+    `formats` has an entry for each field of the request that could set a format: its notation, such
+    as "json_schema", its value or None, and its name. Returns None if no field sets a format.
 
     Raises:
         RequestError: several formats are set, or the format is not valid.

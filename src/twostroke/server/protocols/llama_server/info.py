@@ -173,7 +173,8 @@ class _SlotAssignment:
     def of(self, running: Sequence[RequestView]) -> list[tuple[int, int]]:
         """Return the slot number and the task number of each running request, in the given order.
 
-        New requests get a free slot and a new task number.
+        New requests get the smallest free slot, and the next task number, which is never used
+        again.
         """
         self._by_request = {
             request.id: self._by_request[request.id]

@@ -120,6 +120,8 @@ class BackgroundRun:
     async def follow(self, after: int) -> AsyncGenerator[bytes]:
         """Yield the response's events after the number `after`, and future events as they come.
 
+        Events are numbered from 0, so -1 yields all events. Several events may come joined.
+
         Raises:
             RequestError: the next event is not in memory any more.
         """

@@ -128,7 +128,7 @@ class Exchange(Conversation, kw_only=True):
         """Store a background response without its conversation, which is too large.
 
         Clients can read the response, but requests cannot continue it. It replaces the record
-        `queued` from `store_open`.
+        `queued` from `store_open`, which is removed if the response alone is too large, too.
         """
         ids = (*self.draft.item_ids, *item_ids)
         response = StoredResponse(
