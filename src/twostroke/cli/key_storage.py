@@ -71,6 +71,8 @@ def open_key_storage(
 ) -> Iterator[KeyStorage]:
     """Open the keys and the usage that the options name.
 
+    `writes` locks a database for changes; the store needs no lock.
+
     Raises:
         UsageError: none or both of the options are given, or the store is not usable.
         RecordsError: the database cannot be read.

@@ -188,9 +188,10 @@ def _prepare_server(
 ) -> Callable[..., int]:
     """Check the server's options, open its records, bind its address and start logging.
 
-    All this is done before a model is loaded, so that errors come early. Returns a function that
-    serves an engine. The function's arguments are the engine, the machine's limits, and a function
-    that announces the server.
+    All this is done before a model is loaded, so that errors come early. Opened resources are
+    closed by `stack`. Returns a function that serves an engine, and returns the exit code at its
+    end. The function's arguments are the engine, the machine's limits, and a function that
+    announces the server.
     """
     from twostroke.server.http.drain_notice import DrainNotice
     from twostroke.server.http.logs import logging_to

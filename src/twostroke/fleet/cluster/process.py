@@ -132,7 +132,10 @@ class ServerProcess:
             return self._state
 
     def set_prefill_addresses(self, addresses: Sequence[str]) -> None:
-        """Tell a decode engine which prefill engines it may use now."""
+        """Tell a decode engine which prefill engines (HOST:PORT) it may use now.
+
+        Does nothing for other engines.
+        """
         if self._peer_listing is not None:
             write_text(self._peer_listing, "".join(f"{address}\n" for address in addresses))
             self._update(prefill_addresses=tuple(addresses))

@@ -163,7 +163,8 @@ def model_rows(
 ) -> list[dict[str, Any]]:
     """Return entries of `GET /v1/models` for models that no replica lists.
 
-    `owners` maps the models' names to their owners, which only OpenAI's form has.
+    `owners` maps the models' names to their owners, which only OpenAI's form has. `created_s` is
+    the Unix time that all entries report as the model's creation.
     """
     if is_anthropic:
         created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(created_s))
@@ -282,6 +283,9 @@ class ModelStarts:
     @contextmanager
     def hold_place(self, waiting: WaitingRequest, model: StartableModel) -> Iterator[None]:
         """Hold a place in the queue of requests that wait for the start of a model.
+
+        The request leaves the queue at the end of the `with` block, and counts as served if the
+        block raised nothing.
 
         Raises:
             ModelStartingError: the queue is full.

@@ -432,7 +432,8 @@ def request_head(
 ) -> bytes:
     """Return the head of a request to a replica: request line and headers.
 
-    `length` is the size of the body in bytes; None if the request has no body.
+    `target` is the path with the query, which follows the path of the address. `length` is the size
+    of the body in bytes; None if there is no `Content-Length`.
     """
     lines = [
         b"%s %s%s HTTP/1.1" % (method.encode(), address.path.encode(), target),

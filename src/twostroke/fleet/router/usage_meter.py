@@ -221,7 +221,11 @@ class UsageMeter:
             self._token_rate.record(used.completion_tokens, elapsed_s)
 
     def _settle(self, context: ServedRequest) -> None:
-        """Determine the request's final usage; estimate it if the answer did not report it."""
+        """Determine the request's final usage; estimate it if the answer did not report it.
+
+        If a Twostroke server's stream lacks its last line with the usage, the stream was cut off:
+        the request then counts as lost (`context.error`).
+        """
         if self._is_final or self._used is None:
             return
         if self._has_usage_header:  # the line with the usage is missing

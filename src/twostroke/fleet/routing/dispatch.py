@@ -322,7 +322,10 @@ class Dispatcher:
         return _Choice(index, wait_s.item(index), hit_units, longest, path)
 
     def _prefill_s(self, index: int, num_units: int) -> float:
-        """Return the seconds in which a replica, while it runs its requests, prefills units."""
+        """Return the seconds in which a replica prefills units of a prompt.
+
+        Each request that has not ended there slows prefill down.
+        """
         return (num_units + _DECODE_UNITS * self._num_open.item(index)) * self.unit_s[index]
 
     def _candidates(

@@ -54,7 +54,10 @@ class CostAmount(NamedTuple):
 
 
 def add(db: Connection, rows: CostRows) -> None:
-    """Add costs to the sums in the database."""
+    """Add costs to the sums in the database.
+
+    `rows` has the counts of each owner in the order of `COUNT_COLUMNS`.
+    """
     num_sums = len(_SUM_COLUMNS)
     _TABLE.add(db, [(owner, counts[:num_sums]) for owner, counts in rows.items()])
     estimates = [(owner, counts[num_sums:]) for owner, counts in rows.items()]

@@ -112,7 +112,10 @@ class UsageBook:
         """Do nothing, since the `KeyRefresher` has already taken and written all usage."""
 
     def take(self) -> Rows:
-        """Return the usage since the last call of `take`; the caller writes it to the database."""
+        """Return the usage since the last call of `take`; the caller writes it to the database.
+
+        Each `Owner` has the numbers of requests and of prompt, cached and answer tokens.
+        """
         rows = self._rows
         self._rows = {}
         return rows

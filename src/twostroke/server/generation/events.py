@@ -298,7 +298,10 @@ class _ChoiceState:
         return ContentAdded(block, text, scored, min(num_reasoning, len(scored)))
 
     def _open(self, kind: BlockKind, events: list[Event], name: str = "") -> ContentBlock:
-        """Open the answer's next content block, after closing the open block."""
+        """Open the answer's next content block, after closing the open block.
+
+        The events for both are appended to `events`.
+        """
         index = 0
         if self._block is not None:
             events.append(BlockClosed(self._block))
@@ -311,7 +314,11 @@ class _ChoiceState:
         return self._block
 
     def _score(self, output: Output | Completion, events: list[Event]) -> None:
-        """Collect the log-probabilities of the prompt and of the answer, except of a stop token."""
+        """Collect the log-probabilities of the prompt and of the answer, except of a stop token.
+
+        Log-probabilities of the prompt are appended to `events` at once; those for the answer wait
+        for their text.
+        """
         if output.prompt_logprobs:
             events.append(PromptScored(self._choice, output.prompt_logprobs))
         tokens = output.token_ids

@@ -74,7 +74,7 @@ class Submission:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: object
     ) -> None:
-        """Remove this object from the server's open requests.
+        """Remove this object from the server's open requests; set the retry time of an overload.
 
         Raises:
             ServerStoppingError: `cancel` ended the block.

@@ -139,7 +139,11 @@ class Goodput:
         self._count(service_tier, MISSED, missed, count)
 
     def read(self) -> Counts:
-        """Return the counts of met and missed objectives since the server's start."""
+        """Return the counts of met and missed objectives since the server's start.
+
+        The keys are (service tier, measure or ALL, MET or MISSED); ALL stands for all objectives of
+        the tier together.
+        """
         return Counter(self._counts)
 
     def recent(self, seconds: int = 60, ago_s: int = 0) -> tuple[Counts, int]:

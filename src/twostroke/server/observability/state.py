@@ -131,7 +131,10 @@ class DashboardState:
         return body
 
     def _past(self, spans: Iterable[TimeSpan[Snapshot]]) -> Iterator[dict[str, Any]]:
-        """Yield the points of the charts at earlier times, in the form of the current point."""
+        """Yield the points of the charts at earlier times, in the form of the current point.
+
+        `spans` has the statistics of the window before each of `CHART_OFFSETS_S`.
+        """
         for ago_s, span in zip(CHART_OFFSETS_S, spans, strict=True):
             if not span.seconds:
                 continue
@@ -386,7 +389,9 @@ def _window(span: TimeSpan[Snapshot], hardware: Hardware | None) -> dict[str, An
 
 
 def _latencies(first_totals: ServiceTotals, last_totals: ServiceTotals) -> dict[str, Any]:
-    """Return the latencies of a service tier's answers that ended between two readings.
+    """Return the latencies of a service tier's answers that ended between two readings, by name.
+
+    Each latency, such as `ttft`, has a count, and its mean and percentiles in seconds.
 
     The result is empty if no answer ended. Percentiles are None if there are too few answers.
     """
