@@ -49,8 +49,10 @@ def proposed(llm: LLM) -> int:
     return llm.engine.client.loop.snapshot().speculation.proposed["mtp"]
 
 
-@pytest.mark.parametrize("count", [1, 3, 7, None])
-@pytest.mark.parametrize("family", ["qwen3.5", "glm4"])
+@pytest.mark.parametrize(
+    ("family", "count"),
+    [("qwen3.5", 1), ("qwen3.5", 7), ("qwen3.5", None), ("glm4", 3), ("glm4", None)],
+)
 def test_answers_are_the_same(tmp_path: Path, family: str, count: int | None) -> None:
     model = write_mtp_gguf(tmp_path / "m.gguf", family)
     with engine_of(model, method="off") as llm:

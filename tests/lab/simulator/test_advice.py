@@ -45,8 +45,15 @@ def setup(tmp_path_factory):
     return SimulationSetup(load_planned_model(path), find_device("H100-SXM"), question, batch=batch)
 
 
-def test_advice_is_better_under_the_load_as_estimated(setup):
-    advice = advise(setup, LOAD, TIGHT)
+@pytest.fixture(scope="module")
+def search(setup):
+    """The advice for LOAD, and all changes that were tried for it."""
+    tried = []
+    return advise(setup, LOAD, TIGHT, watch=lambda changes, _: tried.append(changes)), tried
+
+
+def test_advice_is_better_under_the_load_as_estimated(setup, search):
+    advice, _ = search
     assert advice.changes
     assert advice.advised.is_better_than(advice.default)
     assert advice.default == estimate_load(setup, LOAD, TIGHT)
@@ -69,9 +76,8 @@ def test_a_search_without_time_keeps_the_best_setting_so_far(setup):
     assert (advice.gain is None) is (not advice.best)
 
 
-def test_options_that_change_answers_are_tried_only_if_allowed(setup):
-    tried = []
-    advise(setup, LOAD, TIGHT, watch=lambda changes, _: tried.append(changes))
+def test_options_that_change_answers_are_tried_only_if_allowed(setup, search):
+    _, tried = search
     assert not any("kv_format" in changes for changes in tried)
     assert tried
     small = replace(setup, cache=replace(setup.cache, memory_bytes=5 << 29))
@@ -85,11 +91,11 @@ def test_fixed_options_stay(setup):
     assert "token_budget" not in advice.changes
 
 
-def test_without_a_better_setting_the_advice_is_no_change(setup):
+def test_without_a_better_setting_the_advice_is_no_change(setup, search):
     advice = advise(setup, LOAD, Objectives(ttft_s=1e4), choices=OptionChoices(("max_running",)))
     if not advice.changes:
         assert advice.default == advice.advised
-    tuned = changed_setup(setup, advise(setup, LOAD, TIGHT).changes)
+    tuned = changed_setup(setup, search[0].changes)
     again = advise(tuned, LOAD, TIGHT)
     assert not again.default.is_better_than(again.advised)
 

@@ -150,7 +150,7 @@ def real(load: Workload, batch: BatchOptions, folder):
         return steps, [generation.usage.cached_tokens for generation in answers]
 
 
-@pytest.mark.seeds(4)
+@pytest.mark.seeds(2)
 def test_steps_are_those_of_the_real_engine(seed, tmp_path):
     batch = BatchOptions(max_running=MAX_RUNNING, token_budget=TOKEN_BUDGET)
     load = random_load(seed)

@@ -319,7 +319,7 @@ class Twin:
             self.lost_at = self.now + wait
 
 
-@pytest.mark.seeds(60)
+@pytest.mark.seeds(20)
 def test_one_replica_fails_as_in_a_plain_twin(seed):
     rng = random.Random(seed)
     # Different fractions of a second keep events apart whose order would not be defined.
@@ -382,7 +382,7 @@ def test_without_failures_the_result_is_that_of_a_simulation(setup, routing):
     assert not played.pauses
 
 
-@pytest.mark.seeds(4)
+@pytest.mark.seeds(2)
 def test_each_request_ends_once_and_with_all_its_tokens(setup, seed):
     rng = random.Random(seed)
     load = LOAD.load(seed)

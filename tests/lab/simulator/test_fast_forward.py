@@ -120,7 +120,7 @@ def watch(
     scheduler.plan = plan
 
 
-@pytest.mark.seeds(20)
+@pytest.mark.seeds(8)
 def test_everything_is_as_in_single_steps(seed):
     load = random_load(random.Random(seed))
     single, together = [], []
