@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-LOAD = ("--on", "h100-sxm", "--rate", "4", "--requests", "60", "--output", "20", "--ttft", "30")
+LOAD = ("--on", "h100-sxm", "--rate", "4", "--requests", "40", "--output", "10", "--ttft", "30")
 
 
 def test_each_change_is_a_row_after_the_settings_as_they_are(cli, config):

@@ -166,16 +166,21 @@ class Context:
             q = as_query_codes(q, factor)
         if self.fmt == PROMPT:
             q = as_bfloat16(q * factor) / np.float64(factor)
-        for row in range(len(q)):
-            seen = slice(self.first_seen(position + row), position + row + 1)
-            for head in range(q.shape[1]):
-                scores = k[seen, head // self.group] @ q[row, head] * q.shape[2] ** -0.5
-                if cap:
-                    scores = cap * np.tanh(scores / cap)
-                sink = -np.inf if self.sinks is None else self.sinks[head]
-                shares = np.exp(scores - max(scores.max(), sink))
-                total = shares.sum() + np.exp(sink - max(scores.max(), sink))
-                out[row, head] = shares / total @ v[seen, head // self.group]
+        rows = np.arange(position, position + len(q))
+        firsts = np.array([self.first_seen(row) for row in rows])
+        places = np.arange(firsts[0], position + len(q))
+        k, v = k[places], v[places]
+        is_hidden = (places < firsts[:, None]) | (places > rows[:, None])
+        for head in range(q.shape[1]):
+            scores = q[:, head] @ k[:, head // self.group].T * q.shape[2] ** -0.5
+            if cap:
+                scores = cap * np.tanh(scores / cap)
+            scores[is_hidden] = -np.inf
+            sink = -np.inf if self.sinks is None else self.sinks[head]
+            most = np.maximum(scores.max(axis=1), sink)
+            shares = np.exp(scores - most[:, None])
+            total = shares.sum(axis=1) + np.exp(sink - most)
+            out[:, head] = shares / total[:, None] @ v[:, head // self.group]
         return out
 
 
