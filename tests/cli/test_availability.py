@@ -20,7 +20,7 @@ from twostroke.lab.simulator.availability_cost import (
 )
 from twostroke.lab.simulator.failures import FailureRates
 
-SMALL = ("--on", "h100-sxm", "--rate", "2", "--requests", "60", "--prompt", "64", "--output", "4")
+SMALL = ("--on", "h100-sxm", "--rate", "2", "--requests", "30", "--prompt", "64", "--output", "4")
 FAILING = (*SMALL, "--mtbf", "1", "--cold-start", "8", "--failures", "4")
 
 
@@ -51,7 +51,7 @@ def test_json_has_the_availability_and_the_undisturbed_simulation(cli, config):
     availability = printed["availability"]
     assert availability["low"] <= availability["share"] <= availability["high"]
     assert availability["failures_per_month"]["replica"] > 0
-    assert printed["without_failures"]["report"]["num_completed"] == 60
+    assert printed["without_failures"]["report"]["num_completed"] == 30
 
 
 def test_the_table_shows_nines_against_the_price(cli, config):

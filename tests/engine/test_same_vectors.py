@@ -54,7 +54,7 @@ def test_vectors_of_every_family_agree_with_the_reference(tmp_path: Path, family
     sizes = replace(tiny_of(family), fmt="Q8_0", embedding_fmt="Q8_0")
     loaded = load_path(write_tiny_gguf(tmp_path / "tiny.gguf", sizes))
     program = build_program(loaded.spec)
-    tokens = np.random.default_rng(4).integers(0, 285, 90).tolist()
+    tokens = np.random.default_rng(4).integers(0, 285, 48).tolist()
     reference = ReferenceBackend(program, loaded.tensors, NUM_PAGES, 16, num_states=8)
     states = reference.trace(tokens, [program.last_states])[program.last_states]
     with cpu_backend(
