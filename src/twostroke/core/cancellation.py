@@ -55,9 +55,9 @@ def check_not_cancelled() -> None:
 async def wait_until_set(event: asyncio.Event, timeout_s: float | None) -> bool:
     """Wait until an event is set, at most `timeout_s` seconds; return whether it is set.
 
-    Without a timeout the wait has no limit. If the task is cancelled at the moment when the event
-    is set, `asyncio.CancelledError` is raised. (In Python 3.11, `asyncio.wait_for` would lose the
-    cancellation and return.)
+    With None for `timeout_s` the wait has no limit. If the task is cancelled at the moment when the
+    event is set, `asyncio.CancelledError` is raised. (In Python 3.11, `asyncio.wait_for` would lose
+    the cancellation and return.)
     """
     import asyncio  # slow: programs without an event loop do not need it
 

@@ -86,7 +86,11 @@ def path_to(draft: int, parents: Sequence[int]) -> list[int]:
 
 
 def depths_of(num_drafts: int, branches: Sequence[DraftBranch]) -> list[int]:
-    """Return, for each draft of a tree, how many drafts are before it on its path from the root."""
+    """Return, for each draft of a tree, how many drafts are before it on its path from the root.
+
+    The result has `num_drafts` entries; it is 0 for a draft that follows the request's newest
+    token.
+    """
     depths = list(range(num_drafts))
     for branch, end in branches_with_ends(num_drafts, branches):
         depth = 0 if branch.parent == ROOT else depths[branch.parent] + 1

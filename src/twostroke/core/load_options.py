@@ -10,8 +10,8 @@ from twostroke.core.option_schema import Option, OptionStruct
 class LoadOptions(OptionStruct):
     """The arrivals and lengths of a synthetic load, and options that change any load.
 
-    `SyntheticWorkload` has the defaults and the ranges of the fields that are None here. They are
-    None so that a command knows which of them the user gave.
+    A synthetic load has random requests. `SyntheticWorkload` has the defaults and the ranges of the
+    fields that are None here. They are None so that a command knows which of them the user gave.
     """
 
     SECTION: ClassVar[str] = "Arrivals and lengths"
@@ -50,7 +50,7 @@ class LoadOptions(OptionStruct):
 
 
 class ConversationOptions(OptionStruct):
-    """Options of the conversations that `bench` sends; see `lab/bench/conversations.py`."""
+    """Options of the conversations of several turns that `twostroke bench` sends."""
 
     SECTION: ClassVar[str] = "Conversations"
 

@@ -165,7 +165,8 @@ def _choose_struct(
 ) -> tuple[inspect.StructType | None, Mismatch | None]:
     """Choose the struct type of a JSON object by its tag, or return the mismatch of the tag.
 
-    Returns (struct type, None), or (None, mismatch) for a missing or unknown tag.
+    The tag is the field that tells the structs of a union apart. Returns (struct type, None), or
+    (None, mismatch) for a missing or unknown tag.
     """
     tag_field = structs[0].tag_field
     if tag_field is None or (len(structs) == 1 and tag_field not in value):

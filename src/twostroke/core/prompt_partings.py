@@ -46,6 +46,8 @@ class PartingFinder:
 
     The finder stores hashes and some tokens of recent prompts. Prompts of different tenants are not
     compared.
+
+    Used to report to operators where the prefix cache misses.
     """
 
     def __init__(
@@ -132,7 +134,8 @@ def _num_equal(first: Sequence[int], second: Sequence[int]) -> int:
 def _sampled_runs(prompt: Sequence[int], length: int, salt: int) -> tuple[list[int], list[int]]:
     """Sample runs of `length` tokens from a prompt; return their hashes and their start indices.
 
-    The hash of a run decides whether it is sampled, so equal runs are sampled in all prompts.
+    The hash of a run, made with `salt`, decides whether it is sampled, so equal runs are sampled in
+    all prompts with the same salt.
     """
     if len(prompt) < length:
         return [], []

@@ -22,7 +22,10 @@ BLOCK_TOKENS: Final = 16  # the length of a shared beginning is a multiple of it
 
 
 class ServerSettings(Frozen):
-    """The settings of a server on which the duration of its requests depends."""
+    """The settings of a server on which the duration of its requests depends.
+
+    Both fields are as in `SchedulerConfig`.
+    """
 
     token_budget: int
     max_running: int
@@ -34,6 +37,8 @@ class TraceHeader(Frozen):
     `settings` is None in the trace of a router. With `continues`, the requests after the header are
     from the same run as the requests before it, so prompts may share prefixes with prompts before
     the header.
+
+    A recorded trace is a workload file, which `twostroke simulate --trace` replays.
     """
 
     recorded_trace: int = TRACE_VERSION
@@ -43,7 +48,7 @@ class TraceHeader(Frozen):
 
 
 class TracedRequest(Frozen, omit_defaults=True):
-    """The line of one answer.
+    """The line of one answer in a recorded trace, a workload file for `twostroke simulate`.
 
     Attributes:
         arrival_s: when its request arrived, in seconds of Unix time.
@@ -53,7 +58,7 @@ class TracedRequest(Frozen, omit_defaults=True):
         service_tier: the request's service tier.
         outcome: "completed"; "cancelled" if the client disconnected; "failed"; "refused" by a
             router, since no server had room.
-        tenant: a hash of the tenant, which differs from server to server.
+        tenant: a hash of the tenant's name, which differs from server to server.
         shared: two numbers, if the prompt shares a prefix with an earlier prompt: how many lines
             before this line the earlier prompt is, and how many tokens the prompts share.
         parts_at: the exact number of tokens at the beginning that the prompt shares with the most
@@ -81,6 +86,8 @@ class SharedPrefixes:
     """Finds the longest prefix that a prompt shares with an earlier prompt of its tenant.
 
     Prompts are compared by the hashes of their blocks. Only recent hashes are remembered.
+
+    Servers use it to record `TracedRequest.shared`.
     """
 
     def __init__(

@@ -42,7 +42,10 @@ class StarvationMonitor:
         return max(waits_ns, default=0) / 1e9 > _STARVED_SHARE * passed_s
 
     def _waits_ns(self) -> dict[str, int]:
-        """Return how long each thread has waited for a processor since it was started."""
+        """Return how long each thread has waited for a processor since it was started.
+
+        The waits are in nanoseconds, by the id of the thread.
+        """
         waits: dict[str, int] = {}
         try:
             for thread in self._threads.iterdir():

@@ -98,7 +98,8 @@ class YamlFile:
     def error_at(self, path: Steps, text: str) -> UsageError:
         """Return an error about the value at `path` that names the file and the line.
 
-        If there is no such value, the line is the nearest parent's.
+        `path` has the names and indices that lead to the value, from the root of the file. If there
+        is no such value, the line is the nearest parent's.
         """
         node, line = self._root, 1 if self._root is None else self._root.start_mark.line + 1
         for step in path:
@@ -137,7 +138,10 @@ class YamlFile:
         return text, steps
 
     def _explained(self, mismatch: Mismatch, path: str, steps: Steps) -> UsageError:
-        """Return the error about a value that does not fit its type, with the line of the value."""
+        """Return the error about a value that does not fit its type, with the line of the value.
+
+        `path` is the value's path as text, and `steps` are the names and indices in it.
+        """
         where = f" ({path})" if path else ""
         actual = mismatch.actual
         match mismatch.problem:

@@ -195,7 +195,10 @@ def _function_of(tool: object, where: str) -> dict[str, Any]:
 
 
 class ChunkReader:
-    """Turns engine outputs for a conversation into chunks of text, reasoning and tool calls."""
+    """Turns engine outputs for a conversation into chunks of text, reasoning and tool calls.
+
+    One reader serves all choices of one prompt. A tool call is in a chunk once it is complete.
+    """
 
     def __init__(self, reading: AnswerFormat, tokenizer: Tokenizer) -> None:
         """Read answers that the model writes in the format `reading`.
@@ -256,7 +259,10 @@ class CallCollector:
         self._arguments: list[str] = []
 
     def take(self, output: Output | Completion) -> tuple[str, str, list[WrittenCall]]:
-        """Return the text, the reasoning and the complete tool calls that an engine output adds."""
+        """Return the text, the reasoning and the complete tool calls that an engine output adds.
+
+        The text and the reasoning are what this output adds; together, all outputs give the answer.
+        """
         text, reasoning, calls = "", "", list[WrittenCall]()
         for piece in self._reader.take(output):
             text += piece.text if isinstance(piece, TextPiece) else ""

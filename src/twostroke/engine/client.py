@@ -200,8 +200,9 @@ class Client:
     ) -> None:
         """Submit prompts, all or none; `generation` gets their outputs.
 
-        With `progress`, which has an entry for each answer, answers continue after the part that
-        another engine has delivered. `generate_many_async` describes the other arguments.
+        A prompt has a request for each of its `n` choices. With `progress`, which has an entry for
+        each answer (prompt by prompt), answers continue after the part that another engine has
+        delivered. `generate_many_async` describes the other arguments.
 
         Raises:
             RequestError, OverloadedError, EngineStoppedError: as `generate`.

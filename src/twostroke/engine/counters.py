@@ -389,7 +389,10 @@ class ServiceCounter:
         self._ends: Counter[FinishReason] = Counter()
 
     def begin(self, request: Request, now_s: float) -> None:
-        """Count a request's prompt and its time to first token, when it gets its first token."""
+        """Count a request's prompt and its time to first token, when it gets its first token.
+
+        `now_s` is the time of that token on the engine's clock.
+        """
         self._num_prompt += request.num_prompt
         self._num_cached += request.num_cached
         self._latencies["queue"].observe(request.started_s - request.arrival_s)
@@ -458,8 +461,8 @@ class Counters:
     ) -> None:
         """Count steps with the help of `cost`, which gives the work (FLOPs and bytes) of a step.
 
-        `scheduler`, `speculation`, `tiers` and `step_limit` provide the other counts for each
-        snapshot.
+        The other arguments provide counts for each snapshot: `scheduler` counts requests and pages,
+        `speculation` drafts, `tiers` pages in KV offload, and `step_limit` shortages of memory.
         """
         self._tiers = tiers
         self._step_limit = step_limit

@@ -63,8 +63,8 @@ class Draft(Frozen):
 
     Attributes:
         loaded: the draft model's files.
-        words: translates tokens between the vocabularies of the two models; None if these are the
-            same.
+        words: translates tokens between the vocabularies of the two models; None if both
+            vocabularies are the same.
         is_optional: whether the engine starts without the draft model if it cannot be read or does
             not fit into memory. The draft model is optional if the user did not name it.
     """
@@ -333,7 +333,8 @@ def create_heads_runner(
     """Read the weights of draft heads into a backend, which shares the threads of `target`.
 
     `model` has the Program and the weights of the heads; `name` is their name in errors, and
-    `remedy` tells how to need less memory. Also returns a model of the time of the backend's steps.
+    `remedy` tells how to need less memory. Also returns a model that predicts the time of the
+    backend's steps.
 
     Raises:
         MemoryLimitError: the pages do not fit into memory with the target's.

@@ -108,8 +108,9 @@ class Embedder(RequestListener):
     ) -> None:
         """Pool the hidden states of `request`, the text `index` of a call.
 
-        `mailbox` gets the output. `dimensions` truncates vectors to their first values; None keeps
-        all. `service_tier` is the service tier under which the request is counted.
+        `mailbox` delivers the output to the caller. `dimensions` truncates vectors to their first
+        values; None keeps all. `service_tier` is the service tier under which the request is
+        counted.
         """
         super().__init__(request, index, mailbox, service_tier)
         self._dimensions = dimensions

@@ -311,7 +311,8 @@ def _draws_ahead(facts: BackendFacts, options: SpeculationOptions, *proposers: o
     """Whether a step may start before the host knows the tokens that the previous step sampled.
 
     Only some backends, such as GPUs, support such steps, and speculation is not possible with them.
-    The speculation method "auto" prefers them to drafts.
+    The speculation method "auto" prefers them to drafts, unless there are `proposers` (a draft
+    model or heads).
     """
     is_free = options.method == "off" or (options.method == "auto" and options.count is None)
     return facts.draws_ahead > 0 and is_free and not any(proposers)

@@ -73,6 +73,8 @@ class StepLimit:
 
         Returns False if the step failed for another reason, or cannot be smaller because it had one
         token of each request.
+
+        `error` is the error of the step with this `plan`.
         """
         num_rows = sum(slice_.num_rows for slice_ in plan.slices)
         if not isinstance(error, MemoryLimitError):
@@ -103,8 +105,8 @@ class StepLimit:
 def run_each(plan: StepPlan, error: Exception, run: Run, fail: Fail) -> StepResult:
     """Run each request of a failed step alone, so that only the requests at fault end.
 
-    `error` is the error of the step. `fail` is called for each request that fails again. Returns
-    the results of all requests as the result of the step.
+    `error` is the error of the step. `run` computes a step; `fail` is called with each request that
+    fails again and its error. Returns the results of all requests as the result of the step.
 
     Raises:
         RanksLostError, DeviceLostError: raised by `run`.

@@ -33,7 +33,7 @@ class Outputs:
     def __init__(self, loop: EngineLoop, mailbox: Mailbox) -> None:
         """Start without requests, which will be submitted to `loop`.
 
-        `mailbox` gets the requests' outputs.
+        `mailbox` delivers the requests' outputs to the reader.
         """
         self.mailbox = mailbox
         self.request_ids: list[str] = []

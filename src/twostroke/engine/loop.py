@@ -100,7 +100,8 @@ class EngineLoop:
     def submit(self, listeners: Iterable[RequestListener], waited_s: float = 0.0) -> None:
         """Queue requests, all or none after an error; their listeners get the results of steps.
 
-        `waited_s` is the time that the requests have waited before they reached the loop.
+        `waited_s` is the time in seconds that the requests have waited before they reached the
+        loop; it counts in their deadlines.
 
         Raises:
             ContextLengthError: a request is longer than the context or the KV cache.
@@ -172,7 +173,10 @@ class EngineLoop:
             return self._counters.snapshot()
 
     def span(self, seconds: int, ago_s: int = 0) -> TimeSpan[Snapshot]:
-        """Return the engine's counts at both ends of a span of seconds that ended `ago_s` ago."""
+        """Return the engine's counts at both ends of a span of seconds that ended `ago_s` ago.
+
+        A rate is the difference of two counts, divided by the span's length. `ago_s` is in seconds.
+        """
         with self._condition:
             return self._counters.history.span(seconds, ago_s)
 

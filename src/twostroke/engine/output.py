@@ -237,7 +237,10 @@ class Mailbox(Frozen):
 
 
 def deliver(outputs: Addressed) -> None:
-    """Put a step's outputs into their mailboxes, and wake each reader's event loop only once."""
+    """Put a step's outputs into their mailboxes, and wake each reader's event loop only once.
+
+    Outputs come with their mailboxes. Mailboxes with the same `schedule` share one wake-up.
+    """
     scheduled: defaultdict[Any, Addressed] = defaultdict(list)
     for addressed in outputs:
         mailbox, output = addressed

@@ -30,7 +30,8 @@ class OutputProcessor(RequestListener):
     ) -> None:
         """Turn the tokens of `request`, choice `index` of a call, into outputs for `mailbox`.
 
-        `tokenizer` decodes the tokens. The request is counted under `service_tier`.
+        `tokenizer` decodes the tokens. `mailbox` delivers outputs to the caller. The request is
+        counted under `service_tier` in the metrics.
         """
         super().__init__(request, index, mailbox, service_tier)
         params = request.params

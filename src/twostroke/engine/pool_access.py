@@ -117,7 +117,13 @@ class PoolAccess:
         return all(have_ended)
 
     def begin(self, state: RequestState, within_s: float = math.inf) -> Transfer | None:
-        """Begin a KV transfer for a queued request; see `Transfers.begin`."""
+        """Begin a KV transfer for a queued request; see `Transfers.begin`.
+
+        The transfer copies pages into this engine's pool from a KV offload tier or another engine.
+        It claims the pages that the request lacks: requests that need them wait until they arrive,
+        or until the claims expire after `within_s` seconds. Returns None if no page is missing, or
+        if the request cannot use transferred pages.
+        """
         with self._changed:
             return self._transfers.begin(state, within_s)
 
@@ -127,14 +133,23 @@ class PoolAccess:
         exists: Callable[[PageKey], bool],
         has_state: Callable[[bytes], bool] = lambda _: False,
     ) -> list[PageKey]:
-        """Return the keys of the KV pages to fetch; see `Transfers.select_missing`."""
+        """Return the keys of the KV pages to fetch; see `Transfers.select_missing`.
+
+        `exists` says whether the source has a page, and `has_state` whether it has the snapshot
+        after the page with a key. Claims on other pages are dropped. The keys are in the order of
+        the sequence; empty if nothing is worth fetching.
+        """
         with self._changed:
             keys = self._transfers.select_missing(transfer, exists, has_state)
             self._changed.notify_all()
         return keys
 
     def allocate(self, transfer: Transfer, keys: Sequence[PageKey]) -> list[int]:
-        """Allocate the KV pages that are free now for some keys; see `Transfers.allocate`."""
+        """Allocate KV pages of the pool for the first of `keys`; see `Transfers.allocate`.
+
+        Returns the page indices, fewer than `keys` if room is short. The caller then writes the
+        pages' data through `memory`.
+        """
         with self._changed:
             return self._transfers.allocate(transfer, keys)
 
@@ -145,7 +160,7 @@ class PoolAccess:
             self._changed.notify_all()
 
     def allocate_state(self, transfer: Transfer) -> int:
-        """Allocate the slot of a transfer's snapshot; see `Transfers.allocate_state`."""
+        """Allocate a slot for a transfer's snapshot; `NO_STATE` if there is no room."""
         with self._changed:
             return self._transfers.allocate_state(transfer)
 
@@ -156,7 +171,10 @@ class PoolAccess:
             self._changed.notify_all()
 
     def drop(self, transfer: Transfer) -> None:
-        """Let requests compute the KV pages that a transfer lacks; see `Transfers.drop`."""
+        """Let requests compute the KV pages that a transfer lacks; see `Transfers.drop`.
+
+        The transfer keeps its pages until `end`, since its source may still write to them.
+        """
         with self._changed:
             self._transfers.drop(transfer)
             self._changed.notify_all()
@@ -168,17 +186,27 @@ class PoolAccess:
             self._changed.notify_all()
 
     def touch(self, keys: list[bytes]) -> None:
-        """Mark cached KV pages as just used; see `Transfers.touch`."""
+        """Mark a sequence's cached KV pages, given by their keys, as used now.
+
+        They are then evicted later, the first page of the sequence last.
+        """
         with self._changed:
             self._transfers.touch(keys)
 
     def lease(self, keys: Iterable[PageKey]) -> Lease:
-        """Keep cached KV pages from eviction while they are read; see `Transfers.lease`."""
+        """Keep cached KV pages from eviction while they are read; see `Transfers.lease`.
+
+        Keys of pages that are not cached, or for which there is no room, are left out of the lease.
+        """
         with self._changed:
             return self._transfers.lease(keys)
 
     def lease_state(self, key: bytes) -> Lease | None:
-        """Keep a snapshot from eviction while it is read; see `Transfers.lease_state`."""
+        """Keep a snapshot from eviction while it is read; see `Transfers.lease_state`.
+
+        `key` is the key of the last page before the snapshot. Returns None if there is no such
+        snapshot, or no room.
+        """
         with self._changed:
             return self._transfers.lease_state(key)
 

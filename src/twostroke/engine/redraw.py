@@ -211,7 +211,8 @@ class Redrawer:
     def _draw(self, work: DrawAgain) -> Completion:
         """Generate another answer in place of an answer that breaks its JSON schema.
 
-        This blocks until the answer is complete.
+        `work` has the answer and the texts that the new answer must not begin with. This blocks
+        until the new answer is complete.
         """
         params = redrawn_params(self._prompt.params, work)
         hints = replace(self._prompt.hints, prediction=work.answer.token_ids, shows_progress=False)
@@ -295,7 +296,10 @@ class SentPart:
         return True
 
     def num_shown(self, miss: Miss) -> int:
-        """Return the number of characters of the answer that the stream has sent."""
+        """Return the number of characters of the answer that the stream has sent.
+
+        `miss` is not used: a stream sends the text of an answer from its beginning.
+        """
         del miss
         return len(self.text)
 
@@ -325,7 +329,10 @@ class SentPart:
 
 
 class SettledStream:
-    """Holds back outputs of a prompt's answers that may change because of their JSON schema."""
+    """Holds back outputs of a prompt's answers that may change because of their JSON schema.
+
+    An answer that breaks its schema is generated again, so text is sent once it cannot change.
+    """
 
     def __init__(self, redrawer: Redrawer) -> None:
         self._redrawer = redrawer

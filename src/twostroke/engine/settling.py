@@ -68,7 +68,7 @@ class CheckedPart:
 class Miss(NamedTuple):
     """A part of an answer that breaks its JSON schema, and the broken rule.
 
-    `num_before` is the number of the answer's characters before the part.
+    `fault` is the rule. `num_before` is the number of the answer's characters before the part.
     """
 
     part: CheckedPart
@@ -88,9 +88,9 @@ class CheckPart(NamedTuple):
 class DrawAgain(NamedTuple):
     """A step of `settling`: the caller generates another answer, without the excluded texts.
 
-    The new answer replaces `answer`, which breaks its JSON schema. The caller throws a RequestError
-    if no other text fits the constraint, and a DeadlineError or an OverloadedError if there is no
-    time or no room for another answer.
+    The new answer, which the caller sends back, replaces `answer`, which breaks its JSON schema.
+    The caller throws a RequestError if no other text fits the constraint, and a DeadlineError or an
+    OverloadedError if there is no time or no room for another answer.
     """
 
     answer: Completion
@@ -116,7 +116,8 @@ class SentText(Protocol):
     def may_change(self, part: CheckedPart, start: int) -> bool:
         """Whether an answer may be generated again from the offset `start` of a part.
 
-        The answer may not be generated again if the stream has sent text after this offset.
+        `start` is a character offset in the part's text. The answer may not be generated again if
+        the stream has sent text after it.
         """
 
     def num_shown(self, miss: Miss) -> int:
@@ -137,10 +138,11 @@ def settling(
 ) -> Generator[CheckPart | DrawAgain, Any, Settled]:
     """Yield the checks and new answers that make an answer fit its JSON schema.
 
-    The caller performs each yielded step, sends its result back, and gets the final answer as the
-    generator's return value. `read_parts` returns the parts of an answer that have a schema. The
-    number of new answers and of their tokens is bounded, so that the result does not depend on the
-    speed of the machine.
+    The caller performs each yielded step, sends its result back, and gets a `Settled` with the
+    final answer as the generator's return value. `read_parts` returns the parts of an answer that
+    have a schema. `sent` is the text that a stream has sent and that must stay; None if nothing was
+    sent. `tokenizer` is the model's. The number of new answers and of their tokens is bounded, so
+    that the result does not depend on the speed of the machine.
     """
     excluded: list[ExcludedPrefix] = []
     num_left = max(MIN_REDRAWN_TOKENS, MAX_REDRAWN_RATIO * len(answer.token_ids))
@@ -187,6 +189,9 @@ def _find_miss(
     """Return the first rule of its JSON schema that an answer breaks; None if it breaks none.
 
     If the answer was cut by its token limit or a stop string, only its complete parts are checked.
+
+    `read_parts` returns the parts of an answer that have a schema. Each check is yielded to the
+    caller of `settling`.
     """
     if answer.finish_reason not in {FinishReason.STOP, FinishReason.LENGTH}:
         return None
@@ -239,9 +244,9 @@ def text_of_tokens(answer: Completion, tokenizer: Tokenizer) -> str | None:
 def exclusions(written: str | None, miss: Miss, level: int) -> Iterator[ExcludedPrefix]:
     """Yield the texts that the next answer must not begin with, after an answer broke its schema.
 
-    At level 0 the excluded text is the answer up to the end of the wrong value. Each higher level
-    halves the excluded part of the value, so that more values that begin in the same way are
-    excluded.
+    `written` is the whole text of the answer's tokens; nothing is excluded if it is None. At level
+    0 the excluded text is the answer up to the end of the wrong value. Each higher level halves the
+    excluded part of the value, so that more values that begin in the same way are excluded.
     """
     part = miss.part.text
     start, end = wrong_span(part, miss.fault)

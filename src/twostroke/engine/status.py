@@ -110,8 +110,8 @@ class LoopHeartbeat:
 class RequestView:
     """A running request, as the dashboard and `RunningRequests` show it.
 
-    Times are on the engine's clock; a time is 0 until its event. `pages` has the request's page
-    indices, a tuple for each cache group; missing pages are `NO_PAGE`.
+    Counts are of tokens. Times are on the engine's clock; a time is 0 until its event. `pages` has
+    the request's page indices, a tuple for each cache group; missing pages are `NO_PAGE`.
     """
 
     id: str

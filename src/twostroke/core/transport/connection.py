@@ -156,7 +156,7 @@ class Connection(Generic[T]):
                 yield message
 
     def receive_into(self, view: memoryview[Any]) -> None:
-        """Fill a buffer with the raw bytes that follow the last message.
+        """Fill a buffer with the next raw bytes that the sender has put after its last message.
 
         Raises:
             ConnectionLostError: the other process is gone.

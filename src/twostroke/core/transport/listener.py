@@ -97,8 +97,9 @@ class Listener(Generic[T]):
         """Listen for connections at an address; port 0 takes a free port.
 
         Each connection is passed to `serve`, in a separate thread; without `serve`, `accept`
-        returns the connections. `on_refused(host, error)` is called once for each host and kind of
-        error, with a `PermissionError` if a process took part in the handshake and failed.
+        returns the connections. `open_connection` makes a `Connection` of an accepted socket.
+        `on_refused(host, error)` is called once for each host and kind of error, with a
+        `PermissionError` if a process took part in the handshake and failed.
 
         Raises:
             OSError: the address is taken, or does not belong to this machine.

@@ -75,7 +75,10 @@ class JsonReader:
         self._in_string = self._is_escaped = False
 
     def read(self, text: str, offset: int) -> tuple[int, str, bool]:
-        """Read the text from `offset`; see `ArgumentReader.read`."""
+        """Read the text from `offset`; see `ArgumentReader.read`.
+
+        Returns the next offset, new JSON, and whether the arguments have ended.
+        """
         for index in range(offset, len(text)):
             char = text[index]
             if self._is_escaped:
@@ -117,7 +120,10 @@ class TagReader:
         self._is_open = False
 
     def read(self, text: str, offset: int) -> tuple[int, str, bool]:
-        """Read the text from `offset`; see `ArgumentReader.read`."""
+        """Read the text from `offset`; see `ArgumentReader.read`.
+
+        Returns the next offset, new JSON, and whether the arguments have ended.
+        """
         parts: list[str] = []
         if not self._is_open:
             self._is_open = True

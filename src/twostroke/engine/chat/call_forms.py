@@ -164,7 +164,11 @@ class CallForm(Frozen, kw_only=True):
         return _fit(self, prompt, after, arguments)
 
     def _fits(self, before: str, after: str) -> bool:
-        """Whether a rendered call with JSON arguments has this form; white space is ignored."""
+        """Whether a rendered call with JSON arguments has this form; white space is ignored.
+
+        `before` is the rendered text up to the call's name, `after` the text from the end of the
+        name.
+        """
         quote = '"' if self.is_quoted else ""
         opening = _any_index(_without_blanks(self.opening + quote + self.name_prefix))
         following = _any_index(_without_blanks(quote + (self.id_mark or self.middle)))
@@ -582,7 +586,9 @@ FORMS: Final[dict[str, CallForm]] = {
 def _fit(form: CallForm, before: str, after: str, arguments: Mapping[str, str]) -> CallForm | None:
     """Return a form with tags, with the white space of a rendered call; None if it does not fit.
 
-    The call has one argument. The call may have other white space than the form, or none.
+    `before` and `after` are the texts before and after the call's name, `arguments` the call's
+    arguments. The call has one argument. The call may have other white space than the form, or
+    none.
     """
     notation = form.notation
     assert isinstance(notation, TagNotation)
@@ -621,7 +627,8 @@ def _fit_literals(
 ) -> CallForm | None:
     """Return a form with literals, with the white space and quotes of a rendered call.
 
-    None if the rendered call, which has one argument, is in another form.
+    `before` and `after` are the texts before and after the call's name. None if the rendered call,
+    which has one argument, is in another form.
     """
     [(name, value)] = arguments.items()
     frame = ("begin", "head", "middle", "tail", "end")

@@ -300,7 +300,11 @@ class ProbedTemplate:
         add_generation_prompt: bool,
         continue_final_message: bool,
     ) -> Prompt:
-        """Return a conversation's prompt, rendered with this template; see `Chat.render`."""
+        """Return a conversation's prompt, rendered with this template; see `Chat.render`.
+
+        `tools` may be called in the answer, and `thinking` is the reasoning that the request asks
+        for. With `continue_final_message` the answer continues the last message.
+        """
         has_tools = bool(tools) or any(
             message.get("tool_calls") or message.get("role") == "tool" for message in messages
         )

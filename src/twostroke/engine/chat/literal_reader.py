@@ -44,7 +44,10 @@ class LiteralReader:
         self._is_over = False
 
     def read(self, text: str, offset: int) -> tuple[int, str, bool]:
-        """Read the text from `offset`; see `ArgumentReader.read`."""
+        """Read the text from `offset`; see `ArgumentReader.read`.
+
+        Returns the next offset, new JSON, and whether the arguments have ended.
+        """
         while offset < len(text) and not self._is_over:
             end = self._state(text, offset)
             if end < 0:  # more text is needed to go on

@@ -228,7 +228,11 @@ class ToolForm(Frozen):
 
 
 def arguments_rule(name: str, function: Function, form: CallForm, tokenizer: Tokenizer) -> str:
-    """Return a grammar rule called `name` for a function's arguments, as `form` writes them."""
+    """Return a grammar rule called `name` for a function's arguments, as `form` writes them.
+
+    The rule is a line of a grammar in Lark's notation. `tokenizer` tells which marks are special
+    tokens.
+    """
     if form.has_json:
         schema = json.dumps({"type": "object", **function.schema, "x-guidance": JSON_FORM})
         return f"{name}: %json {schema}"

@@ -58,8 +58,8 @@ def listen_for_decode_engines(
 ) -> Listener[DecodeMessage]:
     """Listen on a prefill engine, and call `serve` in a new thread for each decode engine.
 
-    Engines of this machine and user get the open file of the pages. Without a secret, only these
-    engines are admitted. Port 0 takes a free port.
+    Engines of this machine and user get `page_file`, the descriptor of the file that holds the KV
+    pages. Without a secret, only these engines are admitted. Port 0 takes a free port.
 
     Raises:
         PortInUseError: the address is in use, or does not belong to this machine.

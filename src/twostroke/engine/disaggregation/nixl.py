@@ -97,6 +97,8 @@ class NixlProcess:
     def __init__(self, page_file: int, num_pages: int, page_bytes: int) -> None:
         """Start the NIXL process; `page_file` is the open file of the engine's KV pages.
 
+        The file has `num_pages` pages of `page_bytes` bytes.
+
         Raises:
             NixlProcessError: NIXL does not work here.
         """
@@ -147,13 +149,19 @@ class NixlProcess:
     ) -> None:
         """Write own KV pages to the other engine's pages, or read them; wait for the end.
 
+        `own_pages[i]` is copied to `peer_pages[i]` with `is_write`, otherwise the other way. Pages
+        are given by their indices in the two engines' pools.
+
         Raises:
             NixlProcessError: the move failed or took longer than `within_s`.
         """
         self._request(MovePages(is_write, list(own_pages), list(peer_pages)), within_s)
 
     def probe(self, within_s: float, *, is_write: bool) -> None:
-        """Move the memory for probes, to measure the link by NIXL; errors are as in `move`."""
+        """Move the memory for probes, to measure the link by NIXL; raises the errors of `move`.
+
+        With `is_write` it is written to the other engine, otherwise it is read from there.
+        """
         self._request(MovePages(is_write, [], []), within_s)
 
     def end(self) -> None:

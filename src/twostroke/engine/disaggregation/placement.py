@@ -226,9 +226,11 @@ class PrefillPlacement:
 def choose_engine(
     rule: str, work: MissingPrefill, local: LocalPrefill, engines: Sequence[PrefillEngineState]
 ) -> tuple[int | None, float]:
-    """Choose the prefill engine for a prompt; return its index and the expected seconds.
+    """Choose the prefill engine for a prompt; return its index, and the seconds expected there.
 
-    The index is None if this engine should prefill the prompt.
+    The index, in `engines`, is None if this engine should prefill the prompt: because the `rule` is
+    "never", there are no engines, or it is faster here (with the rule "auto"). The seconds are
+    predicted for the fastest prefill engine; 0 if no engine is considered.
     """
     speeds = [local.flops_per_s, *(engine.flops_per_s for engine in engines)]
     default_flops_per_s = max(speeds) or _DEFAULT_FLOPS_PER_S  # for engines without measurements
@@ -249,7 +251,8 @@ def local_prefill_s(
     """Return the seconds that prefilling a prompt in this engine costs all its requests.
 
     The result is the time that the prompt waits for earlier prompts, plus the time by which chunks
-    of the prompt delay each running stream until the stream ends.
+    of the prompt delay each running stream until the stream ends. `default_flops_per_s` is used
+    while this engine's speed is not measured.
     """
     num_delayed = sum(min(1.0, count / local.num_steps) for count in local.max_outputs)
     flops = local.queue_flops + work.flops * (1 + num_delayed)
@@ -263,7 +266,8 @@ def remote_prefill_s(
 ) -> float:
     """Return the seconds until a prefill engine has computed a prompt and sent its KV pages.
 
-    Pages are fetched while later pages are computed.
+    Pages are fetched while later pages are computed. `default_flops_per_s` is used while the
+    engine's speed is not measured.
     """
     flops = engine.queue_flops + work.flops
     computing_s = flops / (engine.flops_per_s or default_flops_per_s)
@@ -287,7 +291,10 @@ class TransferOverhead:
         return TRANSFER_OVERHEAD_S + self._extra_s * remaining
 
     def learn(self, expected_s: float, took_s: float, now_s: float) -> None:
-        """Learn from a KV transfer's duration, for which `remote_prefill_s` gave `expected_s`."""
+        """Learn from a KV transfer's duration, for which `remote_prefill_s` gave `expected_s`.
+
+        `took_s` is the measured duration, and `now_s` the time at which the transfer ended.
+        """
         seconds = self.seconds(now_s) + _NEW_WEIGHT * (took_s - expected_s)
         self._extra_s = max(0.0, seconds) - TRANSFER_OVERHEAD_S
         self._measured_s = now_s

@@ -139,6 +139,8 @@ class KvTransfer:
         """Return the offered KV pages to fetch, sorted so that neighbours in memory are adjacent.
 
         Each page is requested once, however often it is offered.
+
+        Pages that the transfer does not need are left out.
         """
         selected: dict[PageKey, OfferedPage] = {}
         for index, (group, page_index, page) in enumerate(offer.pages):
@@ -206,7 +208,8 @@ class PrefillEngineConnection:
     ) -> None:
         """Connect to a prefill engine, and reconnect until `close`.
 
-        `link` is one of `PEER_LINKS`: how pages may be fetched.
+        `spec` is the format of this engine's pages, which the prefill engine must share. `link` is
+        one of `PEER_LINKS`: how pages may be fetched.
         """
         assert loop.pages.memory is not None
         self.transfers: dict[int, KvTransfer] = {}
@@ -329,7 +332,10 @@ class PrefillEngineConnection:
         )
 
     def _end(self, transfer: KvTransfer, outcome: str) -> None:
-        """End a KV transfer: requests compute the missing pages, and unused pages are released."""
+        """End a KV transfer: requests compute the missing pages, and unused pages are released.
+
+        `outcome` is one of `OUTCOMES`, such as `DONE`, and is counted.
+        """
         del self.transfers[transfer.id]
         self._fetches = {
             number: fetch
@@ -535,7 +541,10 @@ class PrefillEngineConnection:
             self._to_send.put(messages.FetchState(number, offer.id, offer.number))
 
     def _fetch(self, transfer: KvTransfer, offer: int, selected: list[OfferedPage]) -> None:
-        """Fetch the selected KV pages for which there is room; fetch the other pages afterwards."""
+        """Fetch the selected KV pages for which there is room; fetch the other pages afterwards.
+
+        `offer` is the number of the prefill engine's offer that has the pages.
+        """
         method = self._method
         assert method is not None
         is_written = method.mode == messages.WRITTEN

@@ -130,7 +130,8 @@ def choose_transfer_method(
     """Measure the methods of fetching KV pages that `link` allows, and return the fastest.
 
     `shared_file` is the open file of the prefill engine's `num_pages` pages, if that engine runs on
-    this machine. Then shared memory is used without measuring.
+    this machine. Then shared memory is used without measuring. `nixl_memory` describes this
+    engine's own pages.
 
     Raises:
         RefusedError: `link` requires NIXL, which one of the engines cannot use.

@@ -29,7 +29,8 @@ def start_offload(
 ) -> None:
     """Start KV offload: an engine's requests load KV pages from disk or Redis, and store them.
 
-    It runs until the engine's loop ends. `model_digest` is a hash of every byte of the weights.
+    It runs until the engine's loop ends. `spec` describes the format of this engine's pages.
+    `model_digest` is a hash of every byte of the weights.
 
     Raises:
         UsageError: a tier cannot be used, or the engine has no pages to spare.

@@ -48,8 +48,9 @@ class DiskTier:
     """Stores KV pages on disk: the `OffloadTier` with files `FOLDER/SPEC/ab/cd...`.
 
     A file is named as its page. Several servers may share a folder: pages of the same name have the
-    same content, and a file is renamed into place when it is complete. Each server keeps the pages
-    of all specs together below `max_bytes`.
+    same content, and a file is renamed into place when it is complete. A spec is what determines
+    the bytes of a page besides its tokens (`KvCacheSpec`). Each server keeps the pages of all specs
+    together below `max_bytes`.
     """
 
     title = "disk"

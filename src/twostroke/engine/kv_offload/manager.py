@@ -75,8 +75,9 @@ class OffloadManager:
     ) -> None:
         """Start the threads that load and store KV pages; they end when `pages` is closed.
 
-        `prefill_s` predicts the seconds of a prefill. Until `is_measured` returns True, a prefill
-        is assumed to take longer than predicted.
+        `prefill_s(start, end)` predicts the seconds to prefill tokens[start:end] of a prompt.
+        `spec` is the format of the pages, and `tiers` are asked in order. Until `is_measured`
+        returns True, a prefill is assumed to take longer than predicted.
         """
         self._pages = pages
         self._spec = spec
@@ -224,8 +225,8 @@ class OffloadManager:
     def _fetch(self, transfer: Transfer, began_s: float, slack_s: float) -> None:
         """Load the KV pages that a waiting request lacks, in order, while that saves time.
 
-        `began_s` is the time at which the wait began. `slack_s` is the number of seconds that may
-        be lost if loading turns out to be slower than prefill.
+        `began_s` is the time at which the wait began, on the monotonic clock. `slack_s` is the
+        number of seconds that may be lost if loading turns out to be slower than prefill.
         """
         if transfer.is_dropped or self._is_closing:
             return
@@ -340,7 +341,7 @@ class OffloadManager:
     def _fetch_window(
         self, transfer: Transfer, window: Sequence[PageKey], sources: _Sources
     ) -> int:
-        """Load the next KV pages from their tiers into the pool, until one fails.
+        """Load the KV pages `window` from their tiers into the pool, until one fails.
 
         Returns the number of loaded pages.
         """

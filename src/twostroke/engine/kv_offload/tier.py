@@ -30,7 +30,7 @@ class KvCacheSpec(Frozen):
     Engines with equal specs can use each other's stored pages. Tokens and salt are in a page's key.
 
     Attributes:
-        model: a digest of weights and Program.
+        model: a digest of the weights and of the Program, the model's list of operations.
         kv_format: the number format of keys and values.
         page_bytes: bytes of a page.
         groups: the page size and the windows of the cache groups.

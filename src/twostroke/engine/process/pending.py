@@ -221,9 +221,10 @@ class PendingCalls:
     def check_room(self, new: RemoteOutputs, config: SchedulerConfig, room_s: float) -> None:
         """Refuse a call if too many calls wait for the engine process.
 
-        The error says that the call may be sent again in `room_s` seconds. The limits are the same
-        as in the scheduler's queue. Calls of the same tenant that would run before the new call
-        must fit into one queue, and all waiting calls into two.
+        The error says that the call may be sent again in `room_s` seconds. Calls wait while the
+        process starts, or while a suspected call runs alone. The limits are the same as in the
+        scheduler's queue. Calls of the same tenant that would run before the new call must fit into
+        one queue, and all waiting calls into two.
 
         Raises:
             OverloadedError: too many requests or tokens wait.
@@ -436,7 +437,8 @@ class CrashHistory:
     ) -> None:
         """Count a death of the engine process for the requests that were running.
 
-        `has_output` says whether the process had sent an output of each of these requests.
+        `running` are the messages of these requests. `has_output` says whether the process had sent
+        an output of each of these requests.
         """
         keys = set(map(_content_hash, running))  # several calls may have the same content
         for key in keys:

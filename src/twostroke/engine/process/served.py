@@ -160,8 +160,8 @@ class ServedEngine(Protocol):
     ) -> ServedOutputs:
         """Submit prompts, all or none; errors are as in `Client.generate_many_async`.
 
-        With `progress`, which has an entry for each answer, the answers continue after the part
-        that another server has delivered.
+        `caller` has the priority, tenant and deadlines. With `progress`, which has an entry for
+        each answer, the answers continue after the part that another server has delivered.
         """
 
     async def embed(

@@ -355,7 +355,7 @@ class ProgressWatchdog:
     """
 
     def __init__(self, predicted_s: float, now_s: float, min_limit_s: float = 0.0) -> None:
-        """Limit the time of steps to some multiple of `predicted_s`, and to `min_limit_s` at least.
+        """Limit the time of steps to some multiple of `predicted_s`, but never below `min_limit_s`.
 
         `predicted_s` is the predicted time of the largest step. The same limit applies to the time
         without messages from the process.

@@ -52,13 +52,15 @@ class DraftPages:
     ) -> Sequence[int]:
         """Add draft tokens to a request's slice while there are pages for them.
 
-        Returns the indices of the added drafts, in the order of their rows. Without `parents` the
-        drafts are a chain. Otherwise `parents[i]` is the index of the draft before draft i, or
-        `ROOT`; of drafts with the same parent, the likeliest comes first. Paths are cut after
-        `max_depth` drafts.
+        The slice is the request's part of a planned step. The slice is the request's part of a
+        planned step. Returns the indices of the added drafts, in the order of their rows. Without
+        `parents` the drafts are a chain. Otherwise `parents[i]` is the index of the draft before
+        draft i, or `ROOT`; of drafts with the same parent, the likeliest comes first. Paths are cut
+        after `max_depth` drafts.
 
-        Every running request can still get one more page afterwards. If that leaves too few pages,
-        branches are dropped first, the last one first, and then the end of the main chain.
+        Each of the `num_running` running requests can still get one more page afterwards. If that
+        leaves too few pages, branches are dropped first, the last one first, and then the end of
+        the main chain.
         """
         order: Sequence[int] = range(len(drafts))
         if parents:
@@ -115,6 +117,8 @@ class DraftPages:
         """Allocate pages for a chain of drafts after a request's slice.
 
         Returns the number of drafts for which there is room.
+
+        One page per cache group is left for each of the `num_running` running requests.
         """
         request, page_size = slice_.request, self._page_size
         room = len(request.pages[0]) * page_size - slice_.start - slice_.count
@@ -130,7 +134,8 @@ class DraftPages:
         """Allocate KV pages for the branches of a draft tree, until the pool has no spare pages.
 
         `bounds` has the index of the first draft of each branch and, as its last value, the number
-        of all drafts. Returns the branches that got pages.
+        of all drafts. Returns the branches that got pages. A page per cache group is left for each
+        of the `num_running` running requests.
         """
         page_size, request = self._page_size, slice_.request
         assert slice_.count == 1, "only a slice of one row may have a draft tree"

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 def num_fast_forward_steps(running: Sequence[RequestState], pool: PagePool, max_steps: int) -> int:
     """Return how many of the next decode steps a simulation can perform at once.
 
-    The result is at most `max_steps`. In these steps no running request prefills, samples its first
-    token, ends, or fails to get a page. The caller guarantees that no request waits, and adds or
-    ends no request meanwhile.
+    The result is at most `max_steps`; 0 if the next step needs the scheduler. In these steps no
+    running request prefills, samples its first token, ends, or fails to get a page. The caller
+    guarantees that no request waits, and adds or ends no request meanwhile.
     """
     page_size = pool.page_size
     num_groups = len(pool.groups.windows)
@@ -58,7 +58,9 @@ def fast_forward(
 
     `tokens` has the sampled tokens, shaped (requests, steps). `num_fast_forward_steps` must have
     allowed this number of steps. Pages are allocated and published in the order of the steps and,
-    within a step, of the running requests.
+    within a step, of the running requests. `allocate_page` allocates a request's next page in each
+    cache group. `update_pages` publishes full pages in the prefix cache and releases pages that
+    have left a sliding window.
     """
     num_steps = len(tokens[0])
     starts = [state.request.num_computed for state in running]

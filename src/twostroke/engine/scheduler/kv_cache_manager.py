@@ -51,7 +51,7 @@ class KvCacheManager:
     def grow(self, request: Request, num_pages: int) -> int:
         """Append up to `num_pages` new KV pages to each of a request's page lists.
 
-        Returns the number of pages appended to each list.
+        Returns the number of pages appended to each list, fewer if the pool is short of pages.
         """
         num_pages = min(num_pages, self._pool.num_available // self._num_groups)
         for pages in request.pages:
@@ -123,12 +123,13 @@ class KvCacheManager:
     ) -> int | None:
         """Return how many running requests must be preempted so that a waiting request can start.
 
-        The least urgent requests are preempted first. Returns None if preempting all less urgent
-        requests does not free enough pages. The requests that keep running keep `num_reserved`
-        pages: the pages that their tokens still need, and one in each cache group to grow into.
-        Without this reserve, a request could start, be preempted soon, and compute its tokens
-        twice. If all running requests are preempted, the waiting request fits: `Scheduler.add`
-        refuses larger requests.
+        `hit` is the waiting request's cached prefix. `running` is sorted by priority key, and the
+        last requests are preempted first. Returns None if preempting all less urgent requests does
+        not free enough pages. The requests that keep running keep `num_reserved` pages: the pages
+        that their tokens still need, and one in each cache group to grow into. Without this
+        reserve, a request could start, be preempted soon, and compute its tokens twice. If all
+        running requests are preempted, the waiting request fits: `Scheduler.add` refuses larger
+        requests.
 
         After `max_running` was lowered, more requests than this limit may run. At most one of them
         is preempted because of the limit, so that not all pages are lost at once.
@@ -190,7 +191,7 @@ class PageWatcher(Protocol):
 
 
 class PrefixCache:
-    """The index of cached prefixes, and claims on KV pages that are about to be computed.
+    """The cached prefixes of prompts, and claims on KV pages that are about to be computed.
 
     A running request claims the pages that it will compute. A waiting request whose next missing
     page is claimed by a more urgent running request waits for that page, so that it is not computed
@@ -218,7 +219,10 @@ class PrefixCache:
         self.watcher: PageWatcher | None = None
 
     def chain(self, salt: bytes) -> PrefixChain | None:
-        """Return an empty chain of page keys for a new request; None without a prefix cache."""
+        """Return an empty chain of page keys for a new request; None without a prefix cache.
+
+        Requests share pages only if they have the same `salt`, which differs between tenants.
+        """
         return self._index.chain(salt) if self._index is not None else None
 
     def match(self, state: RequestState) -> PrefixHit | None:

@@ -44,8 +44,9 @@ class ResultReader:
         """Apply the step's result to all requests of the step, and return a delta for each.
 
         A request that got no tokens, log-probabilities or hidden states, and did not end, has no
-        delta. `owners` are the request states of the slices. `update_pages` is called for each
-        running request that has pages to publish or to release.
+        delta. `owners` are the request states of the `slices`, in the same order. Deltas are in
+        this order, too. `update_pages` is called for each running request that has pages to publish
+        or to release.
         """
         deltas: list[RequestDelta] = []
         sampled = self._sampled

@@ -78,7 +78,9 @@ class Scheduler:
     ) -> None:
         """Schedule requests on the KV pages of `pool`; without `index` there is no prefix cache.
 
-        `states`: the slots for recurrent states, for models that have them.
+        `policy` decides when waiting requests may start (continuous, dynamic or static batching).
+        `clock` returns seconds. `states`: the slots for recurrent states, for models that have
+        them.
         """
         if policy.size is not None and policy.size > config.max_running:
             reason = f"A batch of {policy.size} exceeds {{field}} ({config.max_running})."

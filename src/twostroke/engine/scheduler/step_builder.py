@@ -116,7 +116,7 @@ class StepBuilder:
         return self.urgent is not None and self.urgent.priority_key < state.priority_key
 
     def rows_left(self, state: RequestState) -> int:
-        """Return how many more rows a request may have in this step."""
+        """Return how many more rows (tokens) a request may compute in this step."""
         if self.batch_rows_left is None or not is_batch_request(state):
             return self.budget
         return min(self.budget, self.batch_rows_left)
@@ -193,9 +193,10 @@ def schedulable(running: list[RequestState], config: SchedulerConfig) -> Iterabl
     each step in flight gets an equal share of the decoding requests, so that consecutive steps of a
     pipeline take the same time.
 
-    With `samples_ahead`, requests that sample ahead are in every step. Other requests wait until
-    their sampled tokens are known and then continue together, since a step with few rows takes
-    about as long as a step with many.
+    With `samples_ahead`, requests that sample ahead (a step may compute a token that an earlier
+    step in flight samples) are in every step. Other requests wait until their sampled tokens are
+    known and then continue together, since a step with few rows takes about as long as a step with
+    many.
     """
     steps_ahead = config.steps_ahead
     if not steps_ahead:

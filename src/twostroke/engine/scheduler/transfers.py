@@ -129,7 +129,7 @@ class Transfers:
         """Limit the pages of transfers and leases so that the longest request always fits.
 
         The longest request has `max_tokens` tokens, and steps have at most `token_budget`. `clock`
-        gives the time for expiries. Running requests take at most `num_running_slots` slots for
+        returns seconds, for expiries. Running requests take at most `num_running_slots` slots for
         recurrent states.
         """
         if self._states is not None:
@@ -141,7 +141,9 @@ class Transfers:
     def begin(self, state: RequestState, within_s: float = math.inf) -> Transfer | None:
         """Claim the KV pages of a waiting request that are neither cached nor claimed already.
 
-        The claims expire after `within_s` seconds. Returns None if there are no such pages.
+        The claims expire after `within_s` seconds. Returns None if there are no such pages, and if
+        the request cannot use them: it already runs, must compute all rows of its prompt, or there
+        is no prefix cache or no room for transfers.
         """
         request, chain = state.request, state.chain
         can_use = self._prefix_index is not None and not request.needs_all_rows

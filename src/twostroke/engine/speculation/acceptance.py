@@ -34,7 +34,7 @@ class AcceptanceRate:
     ) -> None:
         """Start with `prior[kind]` for drafts of each kind, and `first` for first drafts.
 
-        Measurements also update `shared`, the rate of all requests.
+        Both are probabilities. Measurements also update `shared`, the rate of all requests.
         """
         self.first: float = first if shared is None else shared.first
         self.num_kinds = len(prior)

@@ -105,7 +105,8 @@ class DraftModel(ModelProposer["DraftModelSequence"]):
     def propose(self, requests: Sequence[Request], cost: DraftCost) -> list[Proposal | None]:
         """Let the draft model make draft tokens for each request; None for no drafts.
 
-        The newest token of each request is not computed yet.
+        The newest token of each request is not computed yet. `cost` says how many drafts may be
+        made and how likely a draft must be to pay.
         """
         return self._sequences.propose(requests, cost, follow=self._follow, source=self.name)
 
@@ -123,6 +124,7 @@ class DraftModel(ModelProposer["DraftModelSequence"]):
     ) -> DraftModelSequence | None:
         """Return a request's draft sequence, updated with the target's newest tokens.
 
+        `min_chance` is the lowest acceptance rate of first drafts at which drafting pays. Returns
         None if the request should get no drafts: they are rarely right, its text is not translated
         yet, or the draft model's prefill would not pay.
         """

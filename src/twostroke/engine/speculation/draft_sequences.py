@@ -240,7 +240,8 @@ class DraftSequences(Generic[F]):
 
         `follow` is called with a request, `cost` and the result of `min_chance`. It returns the
         request's draft sequence, updated with the target's newest tokens, or None if the request
-        should get no drafts. `source` is the name of the proposer.
+        should get no drafts. `source` is the name of the proposer, for metrics. The result has an
+        entry for each request, in order.
         """
         min_chance = self.min_chance(len(requests), cost)
         draft_sequences = [follow(request, cost, min_chance) for request in requests]
@@ -283,8 +284,10 @@ class DraftSequences(Generic[F]):
     def make_drafts(self, draft_sequences: Sequence[F], num_requests: int, cost: DraftCost) -> None:
         """Extend draft sequences by draft tokens, one token of each sequence in a step.
 
-        A sequence is extended while its drafts are probable enough to pay for their time. If
-        sequences wait for KV pages, all sequences that are not in `draft_sequences` are dropped.
+        `num_requests` counts all requests that were asked about, also those without a sequence. A
+        sequence is extended while its drafts are probable enough to pay for their time, and has at
+        most `cost.max_drafts`. If sequences wait for KV pages, all sequences that are not in
+        `draft_sequences` are dropped.
         """
         for draft_sequence in draft_sequences:
             draft_sequence.clear()
@@ -321,6 +324,8 @@ class DraftSequences(Generic[F]):
         """Run a step of the draft model, and add the sampled tokens to the draft sequences.
 
         Returns the sequences of `drafting` that got a draft and may get another.
+
+        `budget` is the maximum number of tokens of the step; None for the scheduler's limit.
         """
         plan = self._scheduler.plan(budget)
         if plan is None:

@@ -234,7 +234,8 @@ class EagleHeads(ModelProposer[EagleSequence]):
     ) -> EagleSequence:
         """Start the head's sequence for a request at `position`, or start it again.
 
-        The request's acceptance rate stays.
+        `max_waiting` is the maximum number of hidden states that wait in it. The request's
+        acceptance rate stays.
         """
         old = self._draft_sequences.get(request)
         rate = old.rate if old else self._rate.for_request()
@@ -257,7 +258,8 @@ class EagleHeads(ModelProposer[EagleSequence]):
     def _follow(self, request: Request, cost: DraftCost, min_chance: float) -> EagleSequence | None:
         """Return a request's draft sequence, updated with the target's newest tokens.
 
-        None if the request should get no drafts.
+        None if the request should get no drafts: its first drafts are right less often than
+        `min_chance`, or the head has not seen its newest hidden states.
         """
         draft_sequence, newest = self._draft_sequences.get(request), len(request.tokens) - 1
         if (
@@ -358,7 +360,10 @@ class MedusaHeads(ModelProposer[MedusaSequence]):
         return draft_sequence
 
     def _follow(self, request: Request, min_chance: float) -> MedusaSequence | None:
-        """Return a request's draft sequence; None if there is no sequence, or drafts do not pay."""
+        """Return a request's draft sequence; None if there is no sequence, or drafts do not pay.
+
+        `min_chance` is the lowest acceptance rate of first drafts at which drafting pays.
+        """
         draft_sequence = self._draft_sequences.get(request)
         if draft_sequence is None or draft_sequence.num_tokens != len(request.tokens):
             return None

@@ -171,7 +171,11 @@ class _LookaheadState:
                     trunk = parent
 
     def collect(self, proposal: Proposal, outcome: DraftOutcome, max_ngrams: int) -> None:
-        """Add n-grams to the pool, with the tokens sampled after the columns' last cells."""
+        """Add n-grams to the pool, with the tokens sampled after the columns' last cells.
+
+        The pool keeps the latest `max_ngrams` for each first token. Each column drops its first
+        cell and appends the sampled token.
+        """
         for draft, token in zip(outcome.tried, outcome.sampled[1:], strict=True):
             number, level = divmod(proposal.kinds[draft] - _NUM_NGRAM_KINDS, self.length - 1)
             if number < 0 or level < self.length - 2 or token == NO_TOKEN:
@@ -186,6 +190,9 @@ class _LookaheadState:
                 del ngrams[next(iter(ngrams))]
 
     def advance(self, count: int, tokens: Sequence[int]) -> None:
-        """Drop the window's first `count` columns, and append columns of random `tokens`."""
+        """Drop the window's first `count` columns, and append `count` columns from `tokens`.
+
+        Their cells are drawn at random from `tokens`.
+        """
         new = [self.rng.choices(tokens, k=self.length - 1) for _ in range(count)]
         self.window = (self.window + new)[count:] if self.window else new

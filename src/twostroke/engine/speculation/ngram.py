@@ -171,7 +171,8 @@ class NgramProposer:
     ) -> Iterator[tuple[str, Match, TokenIndex]]:
         """Yield the texts in which a request's last tokens occur.
 
-        Each comes as the name of the source, the longest match, and the text's index of n-grams.
+        Each comes as the name of the source ("context", "prediction" or "memory", for earlier
+        answers), the longest match, and the text's index of n-grams.
         """
         if match := references.context.match(request.tokens):
             yield "context", match, references.context
@@ -199,7 +200,9 @@ def _paying_part(
 ) -> Proposal | None:
     """Return a proposal of the first drafts, up to a draft that is too improbable to pay for a row.
 
-    None if the first draft does not pay.
+    `tokens` are the drafts, `kinds` their kinds, and `agreements` the fraction of the matched
+    text's occurrences that continue with each draft. `source` names the text in which they were
+    found. None if the first draft does not pay.
     """
     rate, value = references.rates[source], 1.0
     chances: list[float] = []

@@ -86,7 +86,10 @@ class PayingDraftBudget:
         self._cached_cost = cache(self._compute_cost)
 
     def cost(self, max_rows: int) -> DraftCost | None:
-        """Return the cost of up to `max_rows` draft tokens in a step; None if none can pay."""
+        """Return the cost of up to `max_rows` draft tokens in a step; None if none can pay.
+
+        A proposer gets this cost, and makes only drafts that are likely enough for it.
+        """
         return self._cached_cost(min(MAX_DRAFTS, max_rows))
 
     def _compute_cost(self, max_drafts: int) -> DraftCost | None:
@@ -172,7 +175,12 @@ class ProposerGain:
         return not self._rest
 
     def add(self, won: float, spent: float) -> None:
-        """Add the time that a round of drafts won and spent; the unit is a step without drafts."""
+        """Add the time that a round of drafts won and spent; the unit is a step without drafts.
+
+        `won` is the number of accepted drafts per token that the step brings without drafts.
+        `spent` is the time of drafting and of the drafts' rows. The proposer pauses if the sum of
+        `won` minus `spent` gets too low.
+        """
         change = won - (spent if spent > _MIN_COUNTED_STEPS else 0.0)
         self.saved += max(-_MAX_LOST_STEPS, change)
         if self.saved >= _MAX_SAVED_STEPS:

@@ -154,7 +154,8 @@ class Speculator:
     def extend(self, plan: StepPlan, add_drafts: AddDrafts) -> StepDrafts:
         """Ask proposers for draft tokens, and add the drafts that pay to the slices of a plan.
 
-        `add_drafts` is `Scheduler.add_drafts`.
+        `add_drafts` is `Scheduler.add_drafts`. The returned drafts are passed to `learn` after the
+        step.
         """
         began_s = self._clock()
         step_drafts = StepDrafts()
@@ -277,8 +278,8 @@ class Speculator:
     ) -> None:
         """Ask a proposer for drafts for the slices for which earlier proposers expect few tokens.
 
-        A proposal replaces an earlier one for the same slice if it is expected to bring more
-        tokens.
+        The proposals are stored in `step_drafts`. A proposal replaces an earlier one for the same
+        slice if it is expected to bring more tokens.
         """
         by_slice, names = step_drafts.by_slice, {proposer.name}
         if proposer.name in self._default_names:
@@ -356,7 +357,10 @@ class Speculator:
             )
 
     def _gain(self, name: str, plan: StepPlan) -> ProposerGain:
-        """Return the `ProposerGain` of a proposer in steps of about the plan's number of slices."""
+        """Return the `ProposerGain` of a proposer in steps of about the plan's number of slices.
+
+        A proposer may save time in small steps and lose time in large ones.
+        """
         return self._gains[name, len(plan.slices).bit_length()]
 
 

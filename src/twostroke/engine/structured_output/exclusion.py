@@ -65,10 +65,10 @@ class TokenTexts:
 class _RemainingText(NamedTuple):
     """The rest of an excluded text: the bytes that the answer still lacks to be the whole text.
 
-    Empty `text` means that the answer has become the excluded text. `num_before` is the number of
-    bytes before the wrong value; it is negative if the answer is inside this value already. With
-    `is_whole`, only an answer that is equal to the text is excluded, not each answer that begins
-    with it.
+    `text` is this rest. Empty `text` means that the answer has become the excluded text.
+    `num_before` is the number of bytes before the wrong value; it is negative if the answer is
+    inside this value already. With `is_whole`, only an answer that is equal to the text is
+    excluded, not each answer that begins with it.
     """
 
     text: bytes
@@ -95,7 +95,11 @@ class Exclusions:
     def of(
         cls, excluded: Iterable[ExcludedPrefix], texts: TokenTexts, ends: Collection[int]
     ) -> Exclusions:
-        """Return the exclusions of a new answer, which has no tokens yet."""
+        """Return the exclusions of a new answer, which has no tokens yet.
+
+        `excluded` are the texts, `texts` the bytes of the vocabulary's tokens, and `ends` the
+        model's end tokens.
+        """
         rests = [
             _RemainingText(value.text.encode(), value.start, value.is_whole) for value in excluded
         ]
@@ -157,10 +161,11 @@ class Exclusions:
     ) -> bool:
         """Return whether the answer can avoid all excluded texts after a token.
 
-        Searches the continuations that the grammar allows, and returns True if the search reaches
-        its limit. Many sequences of tokens spell the same text, so each text is examined only once.
-        `dead_ends` are texts after which only excluded texts can follow; the method adds the dead
-        ends that it finds.
+        `matcher` is the grammar's state before the token, `num_words` the size of a mask in 32-bit
+        words. Searches the continuations that the grammar allows, and returns True if the search
+        reaches its limit. Many sequences of tokens spell the same text, so each text is examined
+        only once. `dead_ends` are texts after which only excluded texts can follow; the method adds
+        the dead ends that it finds.
         """
         seen = set(dead_ends)
         waiting = [(self, matcher, b"", token)]

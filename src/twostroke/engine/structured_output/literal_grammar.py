@@ -150,7 +150,10 @@ class LiteralWriter:
         return f'"[" {rest} "]"'
 
     def _run(self, item: str, low: int, high: int | None) -> str:
-        """Return the expression of `low` to `high` items with separators between them."""
+        """Return the expression of `low` to `high` items with separators between them.
+
+        `item` is the expression of one item. There is no upper limit if `high` is None.
+        """
         if high == 0:
             return ""
         count = self._count(low - 1, None if high is None else high - 1)

@@ -134,7 +134,11 @@ class BudgetMatcher:
 
 
 class _Progress:
-    """How far an answer's output has got in its reasoning, and how the budget restricts it."""
+    """How far an answer's output has got in its reasoning, and how the budget restricts it.
+
+    It splits the tokens so far into reasoning and answer. Once the reasoning has `num_tokens`
+    tokens, the closing text is forced.
+    """
 
     __slots__ = (
         "_budget",

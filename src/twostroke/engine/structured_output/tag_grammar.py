@@ -144,7 +144,8 @@ class TagWriter:
     def _after_key(self, schema: AnySchema, types: frozenset[str]) -> str:
         """Return the name of a rule for the rest of an argument, after the argument's name.
 
-        `types` are the types that the reader of calls may give to the value.
+        The rest is the text after the name, the value and the closing mark. `types` are the types
+        that the reader of calls may give to the value.
         """
         notation = self._notation
         branches = self._schema.branches(schema)

@@ -191,7 +191,11 @@ class ReceivedAnswer:
     def measured(
         self, planned: PlannedRequest, *, scheduled_s: float, sent_s: float, failure: str = ""
     ) -> MeasuredAnswer:
-        """Return the measured answer; `failure` says why the response is incomplete, if it is."""
+        """Return the measured answer; `failure` says why the response is incomplete, if it is.
+
+        Times are in seconds since the run's start: `scheduled_s` when the request was due, and
+        `sent_s` when it was sent.
+        """
         failure = failure or self._fault()
         usage = self._usage or _ChunkUsage()
         details = usage.prompt_tokens_details or _PromptDetails()

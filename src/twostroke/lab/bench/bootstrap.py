@@ -20,7 +20,10 @@ _SEED: Final = 0
 
 
 class PooledValues:
-    """Values of all requests of a run, such as latencies; a request may have several values."""
+    """Values of all requests of a run, such as latencies; a request may have several values.
+
+    Used for confidence intervals by the bootstrap, which resamples whole requests.
+    """
 
     def __init__(self, values: Sequence[float], owners: Sequence[int] | None = None) -> None:
         """Pool values.
@@ -82,7 +85,11 @@ def interval(resampled: np.ndarray, level: float) -> tuple[float, float]:
 def difference_interval(
     before: PooledValues, after: PooledValues, share: float, level: float
 ) -> tuple[float, float]:
-    """Return the confidence interval of a quantile's difference between two independent runs."""
+    """Return the confidence interval of a quantile's difference between two independent runs.
+
+    The difference is `after` minus `before`, of the quantile at `share`. `level` is the confidence,
+    such as 0.95.
+    """
     first, second = before.resampled((share,))[:, 0], after.resampled((share,))[:, 0]
     rng = np.random.default_rng(_SEED + 1)
     shuffled = rng.permutation(np.resize(second, len(first)))

@@ -115,7 +115,11 @@ class CapacitySearch:
     """
 
     def __init__(self, measure: MeasureRate, share: float) -> None:
-        """Search by calling `measure` with rates; `share` of requests must meet the objectives."""
+        """Search by calling `measure` with rates; `share` of requests must meet the objectives.
+
+        `measure(rate)` runs a load of `rate` requests per second; with None, a closed loop of one
+        client.
+        """
         self._measure_rate = measure
         self._share = share
         self._alone: LoadPoint | None = None  # one request at a time

@@ -39,7 +39,7 @@ class FigureChange(Frozen):
     Attributes:
         title: the figure's name.
         before, after: its values; latencies are in seconds.
-        low, high: the interval of the difference.
+        low, high: the interval of the difference `after` minus `before`.
         is_rate: whether the figure is a rate: more is better.
     """
 
@@ -239,7 +239,10 @@ def _rate_changes(before: RunRecord, after: RunRecord) -> Iterator[FigureChange]
 
 
 def _sliced_rates(record: RunRecord, *, counts_tokens: bool) -> np.ndarray:
-    """Return the rate in each slice of the steady window: (slices,)."""
+    """Return the rate in each slice of the steady window, per second: (slices,).
+
+    These are output tokens with `counts_tokens`, otherwise completed requests.
+    """
     begin_s, end_s = steady_window([answer.log for answer in record.answers])
     times_s: list[float] = []
     counts: list[float] = []

@@ -129,7 +129,7 @@ class ConversationSource:
     def following(self, planned: PlannedRequest, answer: MeasuredAnswer) -> PlannedRequest | None:
         """Return the request after an answer; None at the end of the conversation.
 
-        A conversation ends with a request that fails.
+        `planned` is the request that was answered. A conversation ends with a request that fails.
         """
         conversation = planned.number // self._shape.num_requests
         index = planned.number % self._shape.num_requests + 1

@@ -113,8 +113,8 @@ def _sizes(formats: Mapping[str, Iterable[str]], num_values: Mapping[str, int]) 
 def _solve(minimized: Measure, limited: Measure, limit: float) -> dict[str, str]:
     """Choose the format of each matrix so that the sum of `minimized` is lowest.
 
-    The sum of `limited` is at most `limit`. The two measures are bytes and divergences, by matrix
-    and format.
+    The sum of `limited` is at most `limit`. The result has the format of each matrix. The two
+    measures are bytes and divergences, by matrix and format.
     """
     items: list[list[KnapsackItem]] = []
     floors = 0.0

@@ -104,7 +104,10 @@ class ChannelEqualizer:
         return best
 
     def move(self, x: str, factors: Floats, tensors: Tensors) -> dict[str, QuantTensor]:
-        """Divide the value `x` by factors; return all weights that change by this, by name."""
+        """Divide the value `x` by factors; return all weights that change by this, by name.
+
+        `tensors` has the current weights by name.
+        """
         source = self._source(x)
         if source is None or (factors == 1).all():
             return {}

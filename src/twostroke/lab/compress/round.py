@@ -138,7 +138,10 @@ def round_matrix(
 def round_to(
     weight: Floats, moments: Moments, grid: BlockGrid, fmt: Format, num_threads: int | None = None
 ) -> QuantTensor:
-    """Return a matrix (outputs, inputs) rounded to the values of `grid`, in the format `fmt`."""
+    """Return a matrix (outputs, inputs) rounded to the values of `grid`, in the format `fmt`.
+
+    `moments` are the second moments of its inputs. `grid` has the values that the format can store.
+    """
     data = grid.pack(round_groups(weight, moments, grid, num_threads))
     return QuantTensor(fmt, weight.shape, data.reshape(len(weight), -1))
 
@@ -146,7 +149,10 @@ def round_to(
 def round_groups(
     weight: Floats, moments: Moments, grid: BlockGrid, num_threads: int | None = None
 ) -> RoundedGroups:
-    """Round a matrix (outputs, inputs) to a grid; return its groups in the order of its rows."""
+    """Round a matrix (outputs, inputs) to a grid; return its groups in the order of its rows.
+
+    `moments` are the second moments of the matrix's inputs.
+    """
     num_outputs, num_inputs = weight.shape
     num_groups = num_inputs // grid.group
     blocks = moments.damped.reshape(num_groups, grid.group, num_groups, grid.group)

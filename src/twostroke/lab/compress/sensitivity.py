@@ -78,8 +78,9 @@ def sensitivity_of(
 ) -> Sensitivity:
     """Return how sensitive a model's output is to errors of the matrices `names`.
 
-    If the cache folder has a sensitivity for these weights and this calibration text, it is
-    returned; otherwise it is measured. Trials of an interrupted command are not repeated.
+    `pieces` are the calibration text, as token sequences, and `trials` measures divergences. If the
+    cache folder has a sensitivity for these weights and this calibration text, it is returned;
+    otherwise it is measured. Trials of an interrupted command are not repeated.
     """
     text = hashlib.sha256(repr([list(piece) for piece in pieces]).encode()).hexdigest()
     identity = f"{weights_identity(tensors)[:24]}-{text[:8]}"
@@ -126,7 +127,10 @@ class DivergenceTrials:
     """Measures how far a model's logits on a validation text diverge if weights are changed."""
 
     def __init__(self, program: Program, tensors: Mapping[str, QuantTensor], path: str) -> None:
-        """Compute the logits of the unchanged model at `path`, with which trials are compared."""
+        """Compute the logits of the unchanged model at `path`, with which trials are compared.
+
+        `tensors` are the unchanged weights. The validation text is built in.
+        """
         self._program, self._tensors = program, tensors
         self._pieces = pieces_of(choosing_text(), [path], _PIECE_TOKENS, _NUM_TOKENS)
         self._expected = ExpectedLogits(self._logits({}))

@@ -45,7 +45,10 @@ def _move(
     weights: dict[str, Floats],
     rng: np.random.Generator,
 ) -> None:
-    """Multiply the outputs of `op` by random factors, and divide its readers' matrices by them."""
+    """Multiply the outputs of `op` by random factors, and divide its readers' matrices by them.
+
+    `products` are the matrix products that read the output of `op`; `weights` is changed in place.
+    """
     match op:
         case ops.RMSNorm(num_groups=1, weight=str(weight)):
             factors = moved = _factors(op.width, rng)

@@ -118,7 +118,8 @@ def with_progress(
 class CalibrationStream:
     """Calibration sequences that run through a model, one operation at a time.
 
-    `values` has the values that later operations read. Each sequence has its own KV page.
+    `values` has the values that later operations read, by name: (tokens of all sequences, width).
+    Each sequence has its own KV page.
     """
 
     def __init__(self, program: Program, pieces: Sequence[Sequence[int]]) -> None:
@@ -141,7 +142,7 @@ class CalibrationStream:
     def run(self, op: Op, weights: Mapping[str, Floats]) -> None:
         """Compute the operation `op` for all sequences.
 
-        Values that no later operation reads are dropped.
+        `weights` are the model's weights by name. Values that no later operation reads are dropped.
         """
         sampled = np.arange(len(self._tokens))
         step = ReferenceStepState(

@@ -62,6 +62,8 @@ def _answer_nats(backend: Backend, prompt: Sequence[int], sequence: Sequence[int
     """Return the negative log-probability, in nats, of an answer's tokens.
 
     `sequence` is the prompt followed by the answer.
+
+    The tokens of `sequence` count from the first that differs from the prompt's.
     """
     pairs = enumerate(zip(prompt, sequence, strict=False))
     num_shared = next((i for i, (a, b) in pairs if a != b), len(prompt))

@@ -52,7 +52,8 @@ _LINK_MEASUREMENT_S: Final = 0.5
 class RankTime(Frozen):
     """The mean time that one rank spends, in a step, on all operations with one label.
 
-    `waiting_s` is the part spent waiting for other ranks, and for other threads of the rank.
+    `calls` is the number of these operations in a step. `waiting_s` is the part spent waiting for
+    other ranks, and for other threads of the rank.
     """
 
     calls: int

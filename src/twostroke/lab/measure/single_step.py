@@ -89,6 +89,8 @@ class StepShape(Frozen):
 
         Pages before a sliding window are counted, too, since they are not freed while the context
         is filled.
+
+        `groups` computes how many pages each cache group needs.
         """
         pages_per_request = -(-self.num_tokens // groups.page_size) + 1
         return self.num_streams * len(groups.windows) * pages_per_request

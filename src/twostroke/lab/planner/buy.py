@@ -497,7 +497,8 @@ _CHANGES: Final[dict[str, Callable[[CostInputs, float], CostInputs]]] = {
 def _availability(running: int, spare: int, availability: float) -> float:
     """Return the probability that at most `spare` replicas are down, if they fail independently.
 
-    `availability` is the share of the time that one replica runs.
+    `running` counts all replicas, with the spare ones. `availability` is the share of the time that
+    one replica runs.
     """
     return sum(
         comb(running, down) * (1 - availability) ** down * availability ** (running - down)

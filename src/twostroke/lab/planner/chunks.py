@@ -60,8 +60,8 @@ def num_chunks(num_tokens: int, max_tokens: int | None) -> int:
 def sum_of_steps(steps: Sequence[tuple[PlannedStepTime, float]]) -> PlannedStepTime:
     """Return the sum of planned step times, such as the steps that prefill one prompt.
 
-    Each time is multiplied by its number of occurrences. An operation's bound (arithmetic or
-    memory) is its bound in the step where it takes longest.
+    Each step time comes with its number of occurrences, by which it is multiplied. An operation's
+    bound (arithmetic or memory) is its bound in the step where it takes longest.
     """
     if len(steps) == 1:
         return steps[0][0]

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 def explain(planner: Planner, memory: MemoryPlan, streams: int) -> Iterator[str]:
-    """Yield each formula of a plan with its numbers, one line each."""
+    """Yield each formula of a plan with its numbers, one line each.
+
+    `streams` is the number of requests that decode together, and `memory` the plan's memory.
+    """
     yield from _limit_formulas(planner)
     yield from _memory_formulas(planner, memory)
     yield from _time_formulas(planner, streams)

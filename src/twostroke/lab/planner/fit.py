@@ -129,10 +129,12 @@ def find_candidates(
     question: FitQuestion,
     calibration_of: CalibrationOf = lambda _model: None,
 ) -> list[FitCandidate]:
-    """Return all candidates.
+    """Return all ways to run one of the `files` on a device, each with its figures and limits.
 
     First come candidates that fit, ordered by size, KL and speed, then the rest, nearest to the
     limits first.
+
+    A candidate is a file with one of the question's KV formats, with or without its draft model.
     """
     candidates = [
         candidate
@@ -198,7 +200,10 @@ def _candidates(
     question: FitQuestion,
     calibration_of: CalibrationOf,
 ) -> Iterator[FitCandidate]:
-    """Yield the candidates of a file: alone, and with its draft model."""
+    """Yield the candidates of a file: alone, and with its draft model.
+
+    The candidates have the KV format `kv_format`. `calibration_of` is as in `find_candidates`.
+    """
     load = replace(question.load, kv_format=kv_format)
     planner = Planner(file.model, device, load, calibration_of(file.model))
     yield _candidate(file, planner, question)

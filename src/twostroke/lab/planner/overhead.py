@@ -33,8 +33,8 @@ class OverheadRatio(NamedTuple):
 def factors_at(position: Sequence[float], steps: Sequence[OverheadRatio]) -> Factors:
     """Return factors that correct the minimum time of a step, from measured steps near it.
 
-    `position` is the step's `coordinates`. The factors are means, weighted by `nearness`. The
-    context influences only attention.
+    `position` is the step's `coordinates`. `steps` are the measured ones. The factors are means,
+    weighted by `nearness`. The context influences only attention.
     """
     row_position = position[:_NUM_ROW_COORDINATES]
 

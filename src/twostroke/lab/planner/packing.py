@@ -32,7 +32,11 @@ Option: TypeAlias = "tuple[DeviceGroup, Sequence[PlannedReplica]]"  # a group an
 
 
 class PlacementPattern(Frozen):
-    """Replicas of models that share one group of devices."""
+    """Replicas of models that share one group of devices.
+
+    The linear program has a column for each pattern: how many groups of devices are used in this
+    way.
+    """
 
     group: DeviceGroup
     replicas: tuple[PlannedReplica, ...]
@@ -64,7 +68,7 @@ class PackingResult(Frozen):
 
     Attributes:
         used: patterns and how often each is used.
-        missing: load of each model that is not served.
+        missing: load of each model that is not served, in requests per second.
         value: objective value: weighted price plus penalties.
         bound: lower bound for the value of every packing.
         load_prices: increase of the value per additional request per second of each model.
@@ -117,7 +121,8 @@ class Packer:
     def pack(self, demand: Demand, without: str = "", time_limit_s: float = 8.0) -> PackingResult:
         """Return the packing of lowest value (price plus penalties).
 
-        Devices of the kind `without` are not used.
+        Devices of the kind `without` (a device's name) are not used. After `time_limit_s` seconds,
+        the solver returns the best packing so far.
         """
         group_items = [items for items in self._items if items.group.device.name != without]
         program = _LinearProgram(self._highs, demand)
@@ -250,10 +255,11 @@ class _GroupItems:
     def _value_with(
         self, table: NDArray[Any], index: int, units: int, cells: int, values: NDArray[Any]
     ) -> float:
-        """Return the value of a replica together with the best pattern that fits beside it.
+        """Return the value of replica `index` together with the best pattern that fits beside it.
 
         The group has `units` of time and `cells` of memory. `table` has the highest value of
-        replicas for each remaining time and memory.
+        replicas for each remaining time and memory, and `values` the value of each replica. The
+        result is minus infinity if the replica does not fit.
         """
         units, cells = units - self._units[index], cells - self._cells[index]
         return float(table[units, cells] + values[index]) if min(units, cells) >= 0 else -np.inf

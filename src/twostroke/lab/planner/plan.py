@@ -43,8 +43,9 @@ _DRAFT_COST_RATIO = 0.1
 class WhatIf(Frozen):
     """The figures of a plan after one change of model or device, such as other weights.
 
-    `change` names the change. The number of streams is the plan's. `most_streams` is the number of
-    requests that would fit, None if the device's memory is unknown.
+    `change` names the change. Latencies are in seconds, and `usd_per_million` is for output tokens.
+    The number of streams is the plan's. `most_streams` is the number of requests that would fit,
+    None if the device's memory is unknown.
     """
 
     change: str
@@ -342,7 +343,8 @@ def _devices_needed(
 ) -> str:
     """Return a clause about the number of devices that would meet a latency objective.
 
-    Transfers over the links between devices are included.
+    `time_s` returns the latency of a planner's devices with a number of streams, and `limit_s` is
+    the objective. Transfers over the links between devices are included.
     """
     streams = planner.question.streams or 1
 

@@ -87,7 +87,11 @@ class PlanRow(Frozen):
 
 
 class Planner:
-    """Computes the times, memory and costs of a model on a device, for a planning question."""
+    """Computes the times, memory and costs of a model on a device, for a planning question.
+
+    `device` is one device, and `question.count` of them divide each layer. Times, in seconds, are
+    minimum times of the roofline, corrected by `calibration` if there is one.
+    """
 
     def __init__(
         self,

@@ -164,7 +164,8 @@ class Replicas:
         """Yield useful numbers of streams for a replica, each with the limit that it reaches.
 
         A number is useful if it serves more requests than smaller numbers. `share` is the replica's
-        share of the device group's time.
+        share of the device group's time, and `num_fitting` the number of requests that fit into its
+        memory. Limits are values of `PlannedReplica.bound`.
         """
         limit, bound = self._limit(num_fitting)
         counts = [count for count in _STREAM_COUNTS if count < limit] + [limit]

@@ -70,7 +70,10 @@ class Correction(Protocol):
         """Return the factors that correct the minimum time of a step of this shape."""
 
     def cell(self, batch: BatchShape) -> tuple[int, ...]:
-        """Return a key for steps of similar shape, which get the same correction factors."""
+        """Return a key for steps of similar shape, which get the same correction factors.
+
+        Factors are computed once for each key and cached.
+        """
 
     def cells(self, run: DecodeRun) -> list[tuple[int, ...]]:
         """Return the key `cell` of each decode step of a run."""

@@ -44,7 +44,8 @@ class Estimate(Frozen):
         good_share: share of requests that meet the objectives.
         good_per_s: requests per second that meet the objectives.
         ttft_p99_s, tpot_p99_s: 99th percentiles; None without completed requests.
-        tail: the largest ratio of a 99th percentile to its objective.
+        tail: the largest ratio of a 99th percentile to its objective; above 1 the objective is
+            missed.
     """
 
     good_share: float
@@ -393,7 +394,8 @@ def estimate_load(
 ) -> Estimate:
     """Simulate a load, and return the figures by which settings are compared.
 
-    Steps take `slowness` times as long as `setup` predicts.
+    Steps take `slowness` times as long as `setup` predicts; the result has the times of the slower
+    machine.
     """
     simulation = simulate(*slowed(setup, load, slowness), _scaled(objectives, slowness))
     return _estimate(simulation, objectives, slowness)
@@ -411,7 +413,7 @@ def good_requests(
 
 
 def _scaled(objectives: Objectives, slowness: float) -> Objectives:
-    """Return the objectives in the slower machine's units of time, which `slowed` explains."""
+    """Return the objectives divided by `slowness`, for a simulation that `slowed` has changed."""
     limits = (objectives.ttft_s, objectives.tpot_s)
     return Objectives(*(None if limit is None else limit / slowness for limit in limits))
 

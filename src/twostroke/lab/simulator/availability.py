@@ -303,7 +303,10 @@ def _draw(
     num_failures: int,
     rng: np.random.Generator,
 ) -> _FailureSample:
-    """Draw failures, and choose about `num_failures` of them to simulate."""
+    """Draw failures, and choose about `num_failures` of them to simulate.
+
+    `settle_s` is the time after a restart until its effects are over.
+    """
     per_s = rates.failures_per_s(num_replicas)
     if not per_s:
         return _FailureSample((), MONTH_S, [])
@@ -405,7 +408,7 @@ class _EpisodePlayer:
         self._settle_s = settle_s
 
     def play(self, episode: Episode, at_s: float) -> _Effect:
-        """Simulate an episode that begins at a time of the load, until its effects are over."""
+        """Simulate an episode that begins at `at_s` of the load, until its effects are over."""
         warm_s = after_s = self._settle_s
         failures = [replace(failure, at_s=failure.at_s + warm_s) for failure in episode.failures]
         for extension in range(_MAX_EXTENSIONS + 1):

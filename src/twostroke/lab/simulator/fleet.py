@@ -64,9 +64,9 @@ class SimulatedFleet:
     ) -> None:
         """Route requests to the replicas by the policy `routing`, a key of `POLICIES`.
 
-        A request reaches its replica `overhead_s` after it was sent. With `prefill`, the first
-        replicas prefill prompts; requests are routed to the other replicas, which decode. With
-        `page_cache`, each replica has one.
+        `clock` is the virtual time that all replicas share. A request reaches its replica
+        `overhead_s` after it was sent. With `prefill`, the first replicas prefill prompts; requests
+        are routed to the other replicas, which decode. With `page_cache`, each replica has one.
         """
         self.logs: dict[int, RequestLog] = {}
         self.refusals: list[tuple[int, str]] = []

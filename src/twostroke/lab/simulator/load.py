@@ -25,10 +25,10 @@ _GOLDEN_RATIO: Final = np.uint64(0x9E3779B97F4A7C15)  # 2^64 divided by the gold
 class RequestArrival(Frozen):
     """A request of a simulated workload, which arrives `at_s` seconds after the start.
 
-    Prompts that begin with equal `blocks` begin with equal tokens: each block stands for
-    `block_size` tokens. Two prompts also share their first tokens, up to the smaller of their
-    `num_shared`. `recorded_e2e_s` are the seconds until the last token, as a server with the
-    workload's settings recorded them.
+    Prompts that begin with equal `blocks` (ids of pieces of text, such as `hash_ids` in published
+    traces) begin with equal tokens: each block stands for `block_size` tokens. Two prompts also
+    share their first tokens, up to the smaller of their `num_shared`. `recorded_e2e_s` are the
+    seconds until the last token, as a server with the workload's settings recorded them.
     """
 
     at_s: float

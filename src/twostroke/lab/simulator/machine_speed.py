@@ -54,10 +54,10 @@ class MachineSpeed(Frozen):
 def slowed(
     setup: SimulationSetup, load: Workload, slowness: float
 ) -> tuple[SimulationSetup, Workload]:
-    """Return a simulation that takes the times of a slower machine, divided by `slowness`.
+    """Return a simulation of a slower machine, whose times are all divided by `slowness`.
 
     A machine that is twice as slow is a machine of the same speed whose load is twice as fast, in
-    units of time that are twice as long.
+    units of time that are twice as long. Multiply the simulated times by `slowness` afterwards.
     """
     if slowness == 1.0:
         return setup, load

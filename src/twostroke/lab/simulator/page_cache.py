@@ -156,7 +156,10 @@ class SimulatedPageCache:
         transfers.end(transfer)
 
     def _store(self, keys: Sequence[bytes], first: int, first_state: int) -> None:
-        """Store the pages from index `first` on, and the snapshots from `first_state` on."""
+        """Store the pages from index `first` on, and the snapshots from `first_state` on.
+
+        `keys` are the page keys of the sequence up to the last page to store.
+        """
         settings, transfers = self._settings, self._scheduler.prefix_cache.transfers
         saved_s = settings.prefill_s(0, len(keys) * self._page_size) / len(keys)
         for start in range(first, len(keys), _WINDOW_PAGES):
@@ -183,7 +186,11 @@ class SimulatedPageCache:
     def _add(
         self, name: bytes, num_bytes: int, saved_s: float, index: int, previous: bytes
     ) -> None:
-        """Add a page or a snapshot, or record its use; evict others if the cache is full."""
+        """Add a page or a snapshot, or record its use; evict others if the cache is full.
+
+        `saved_s` is the prefill time that the page saves, `index` its index in the sequence, and
+        `previous` the name of the page before it.
+        """
         entries, now_s = self._index.entries, self._clock.now_s
         if name in entries:
             self._index.use(name, saved_s, now_s)

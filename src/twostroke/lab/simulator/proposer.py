@@ -43,7 +43,11 @@ class SimulatedProposer:
         self._clock = clock
 
     def propose(self, requests: Sequence[Request], cost: DraftCost) -> list[Proposal | None]:
-        """Return as many drafts for each request as are expected to save time."""
+        """Return as many drafts for each request as are expected to save time.
+
+        All requests get the same number, or None if drafts do not pay. The virtual clock advances
+        by the time of drafting.
+        """
         starts = tuple([len(request.tokens) - 1 for request in requests])
         next_s = self._cost * self._roofline.totals(BatchShape.decode(starts)).seconds
         count, expected = 0, float(len(requests))

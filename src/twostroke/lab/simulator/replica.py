@@ -292,5 +292,9 @@ class SimulatedReplica:
 
 
 def token_at(request: Request, index: int, vocab_size: int) -> int:
-    """Return the token at an index of a simulated request's sequence."""
+    """Return the token at an index of a simulated request's sequence.
+
+    The token depends only on the request's seed and the index, also after a prompt was computed
+    again.
+    """
     return (request.seed + _TOKEN_STRIDE * index) % vocab_size

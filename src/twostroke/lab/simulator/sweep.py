@@ -114,7 +114,7 @@ def search_loads(
     max_ratio: float,
     watch: Callable[[LoadProbe], None],
 ) -> tuple[float | None, float | None]:
-    """Return (highest good speed, lowest bad speed) of a workload.
+    """Return (highest good speed, lowest bad speed) of a workload; a speed multiplies its rate.
 
     At a good speed, `share` of the requests meet the objectives; at a bad speed fewer do, or the
     queue grows. The bad speed is at most `max_ratio` times the good speed. The first result is None
@@ -158,8 +158,9 @@ def _missed_objectives(report: RunReport, objectives: Objectives) -> Iterator[st
 def _bracketing_speeds(meets: Callable[[float], bool]) -> tuple[float | None, float | None]:
     """Return (a good speed, a bad speed) of the workload, between which the limit lies.
 
-    The bad speed, at which `meets` is false, is double the good speed. The first is None if no
-    speed is good, the second if no speed is bad.
+    `meets` says whether a speed, a factor on the workload's rate, is good. The bad speed, at which
+    `meets` is false, is double the good speed. The first is None if no speed is good, the second if
+    no speed is bad.
     """
     speed = 1.0
     factor = 2.0 if meets(speed) else 0.5

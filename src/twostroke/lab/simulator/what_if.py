@@ -74,7 +74,12 @@ def find_load_limit(
 
 
 def missed_objective(simulation: Simulation, objectives: Objectives, share: float) -> str:
-    """Return the objective that the fewest requests of a simulation meet."""
+    """Return why a simulated load is too high: "ttft", "tpot", `QUEUE` or `REFUSED`.
+
+    It is `REFUSED` if fewer than `share` of the requests were completed; `QUEUE` if enough requests
+    meet the objectives, but the number of unfinished requests grows; and otherwise the objective
+    that the fewest requests meet.
+    """
     logs = simulation.logs
     completed = [log.latencies for log in logs if log.outcome == COMPLETED]
     if len(completed) < share * len(logs):

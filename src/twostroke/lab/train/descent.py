@@ -120,7 +120,8 @@ def train(
 ) -> None:
     """Take training steps until the time is over; save regularly, at the end, and after Ctrl-C.
 
-    `save` returns a line about the quality of the result. `report` gets lines of progress.
+    `step` takes one training step. `save` writes a checkpoint, and returns a line about the quality
+    of the result. `report` gets lines of progress.
 
     Raises:
         KeyboardInterrupt: after saving; the message contains `interruption_note`.

@@ -130,7 +130,10 @@ class StudentTrainer:
                     batch = []
 
     def _compare(self, batch: Sequence[TrainingExample]) -> tuple[Tensor, Tensor]:
-        """Return the loss of each row, and whether its most likely token is right: (rows,) each."""
+        """Return the loss of each row, and whether its most likely token is right: (rows,) each.
+
+        The loss is the KL divergence from the teacher; without a teacher, the cross-entropy.
+        """
         tokens, positions, sampled, following = [], [], [], []
         start = 0
         for example in batch:

@@ -29,7 +29,8 @@ _MIN_ROWS = 8  # of a piece
 class LabelledBatch(Frozen):
     """A batch for training draft heads, with the labels to be predicted.
 
-    The labels are the next token of each row, and the target model's hidden state at that token.
+    The labels are, for each row, the next token (`following`) and the target model's hidden state
+    at that token (`states`).
     """
 
     batch: TrainingBatch

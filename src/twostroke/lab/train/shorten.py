@@ -51,7 +51,7 @@ def choose_layers(
     count: int,
     report: Callable[[str], None],
 ) -> list[int]:
-    """Return the `count` layers to keep in a shortened model, ascending.
+    """Return the indices of the `count` layers to keep in a shortened model, ascending.
 
     In each round, the model is run without each single layer. The layers whose absence changes the
     distributions for `sequences` least (KL divergence) are removed. Several rounds are needed,

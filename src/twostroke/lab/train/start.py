@@ -75,6 +75,8 @@ def _fit(target: Target, answers: Sequence[RecordedAnswer]) -> tuple[Tensor, Ten
 
     One multiplies the current state, the other the embedding of the next token. They are fitted by
     ridge regression on normalized rows of recorded answers.
+
+    The first matrix is for the state, the second for the embedding.
     """
     width = target.table.shape[1]
     products = torch.eye(2 * width) * _RIDGE_PENALTY

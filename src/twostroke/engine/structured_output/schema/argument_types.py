@@ -39,7 +39,11 @@ class ArgumentTypes:
         return types
 
     def _member_types(self, schema: object, name: str, depth: int) -> Types:
-        """Return the types that an object's schema allows for the member with this name."""
+        """Return the types that an object's schema allows for the member with this name.
+
+        `depth` is how many more levels of nested schemas may be followed; below, all types are
+        returned.
+        """
         if not isinstance(schema, dict) or not self._may_look(depth):
             return ALL_TYPES
         types = self._own_member_types(schema, name, depth)
@@ -64,7 +68,10 @@ class ArgumentTypes:
         return self._value_types(schema.get("additionalProperties", True), depth - 1)
 
     def _value_types(self, schema: object, depth: int) -> Types:
-        """Return the types of the values that a schema allows."""
+        """Return the types of the values that a schema allows.
+
+        `depth` is as in `_member_types`.
+        """
         if not isinstance(schema, dict) or not self._may_look(depth):
             return ALL_TYPES
         types = _named_types(schema)

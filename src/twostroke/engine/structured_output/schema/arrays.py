@@ -38,7 +38,7 @@ def arrays(branch: SchemaBranch, expander: Expander, child: Child) -> Iterator[S
 
     A branch is a set of keywords that a value must all fit. Keywords that the yielded schemas do
     not enforce are added to the branch's `unenforced_keywords`, so that finished answers are
-    checked. `child` returns the schema of an item.
+    checked. `child` returns the schema of an item that must fit some states (sets of schemas).
     """
     listed = _distinct_arrays(branch, expander)
     if listed is not None:

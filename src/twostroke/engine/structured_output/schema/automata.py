@@ -427,9 +427,9 @@ class _Automaton:
     ) -> Formula:
         """Return a formula in which each condition on the text before is decided.
 
-        Loops are replaced by their formulas. `flags` say for each look-behind whether the text
-        before ends with a match. `open_loops` are the loops that were entered without consuming a
-        character.
+        Loops are replaced by their formulas. `flags` say for each look-behind, by its number,
+        whether the text before ends with a match. `open_loops` are the loops that were entered
+        without consuming a character.
         """
         self.num_steps += 1
         if self.num_steps > _MAX_STEPS:

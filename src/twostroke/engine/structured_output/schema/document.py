@@ -111,7 +111,8 @@ class Document:
     def derived(self, schema: dict[str, Any], outer: Node, key: object = None) -> Node:
         """Return the node of a schema that was made from a part of the document, such as a `not`.
 
-        The same `key` gives the same node. For errors, the new schema has the location of `outer`.
+        The same `key` (by default the schema's text) gives the same node, so that equal schemas are
+        compared as equal. For errors, the new schema has the location of `outer`.
         """
         key = (json.dumps(schema, default=str) if key is None else key, id(outer.resource))
         if key not in self._derived:

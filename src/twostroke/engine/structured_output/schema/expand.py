@@ -125,7 +125,8 @@ class Expander:
     def _item(self, schema: AnySchema, outer: Node, *, holds: bool = True) -> SchemaItem | None:
         """Return a subschema as an item that must fit or, without `holds`, must not fit.
 
-        `outer` is the node of the schema around it. None if no value fits.
+        `schema` may be true or false. `outer` is the node of the schema around it. None if no value
+        fits.
         """
         if isinstance(schema, bool):
             return (
@@ -429,7 +430,10 @@ class Expander:
         return Alternatives(alternatives, node.location(keyword))
 
     def _condition(self, node: Node, scope: Scope) -> Iterator[Alternatives]:
-        """Yield the two cases of `if`: values that fit `if` and `then`, or `else` and not `if`."""
+        """Yield the two cases of `if`: values that fit `if` and `then`, or `else` and not `if`.
+
+        Nothing is yielded without `then` and `else`, since `if` alone restricts nothing.
+        """
         schema = node.schema
         if "then" not in schema and "else" not in schema:
             return

@@ -39,7 +39,7 @@ def objects(branch: SchemaBranch, expander: Expander, child: Child) -> Iterator[
 
     A branch is a set of keywords that a value must all fit. Keywords that the yielded schemas do
     not enforce are added to the branch's `unenforced_keywords`, so that finished answers are
-    checked. `child` returns the schema of a member.
+    checked. `child` returns the schema of a member that must fit some states (sets of schemas).
     """
     parts = branch.object_parts()
     allowed = _Names(branch, expander)
@@ -182,7 +182,8 @@ def _other_members(
 ) -> Schema:
     """Return llguidance's keywords for the members of an object that are not in `properties`.
 
-    Empty if an object cannot have such members.
+    `parts` are the keywords about members, `allowed` the names that `propertyNames` allows, and
+    `named` the names in `properties`. Empty if an object cannot have such members.
     """
     groups = _grouped([pattern for pattern in _patterns(parts) if not listed_texts(pattern)])
     # If a named member matched only some patterns of a group, llguidance would apply the schema of

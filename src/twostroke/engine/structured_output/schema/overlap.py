@@ -29,7 +29,8 @@ _SIMPLE: Final = frozenset(
 class SchemaStates(Protocol):
     """The interface of `Expander` that this module needs to compare schemas.
 
-    A state is a set of schemas that a value must all fit.
+    A state is a set of schemas that a value must all fit; the functions below get the interface as
+    `space`.
     """
 
     document: Document
@@ -46,8 +47,9 @@ def make_exclusive(items: Sequence[SchemaItem], space: SchemaStates) -> tuple[li
 
     A grammar can only express a union (`anyOf`). So an alternative that overlaps with others gets
     further schemas, which exclude the values of the others. If this is not possible, the
-    alternatives are returned unchanged. The second value says whether the returned alternatives
-    certainly exclude each other.
+    alternatives are returned unchanged. The result has a state (a set of schemas that a value must
+    all fit) for each of `items`. The second value says whether the returned alternatives certainly
+    exclude each other.
     """
     unchanged: list[State] = [(item,) for item in items]
     if _are_tagged(items, space):
@@ -133,7 +135,8 @@ def _excluding(other: SchemaItem, item: SchemaItem, space: SchemaStates) -> Sche
 def are_disjoint(x: State, y: State, space: SchemaStates, depth: int = 0) -> bool:
     """Return whether no JSON value fits both of two states (sets of schemas).
 
-    The result is False if this is not easy to prove.
+    The result is False if this is not easy to prove. `depth` counts the objects and arrays around
+    the values; members below a maximum depth are not compared.
     """
     states = [space.state([x]), space.state([y])]
     if None in states:
@@ -151,7 +154,7 @@ def _are_branches_disjoint(
 ) -> bool:
     """Return whether no JSON value fits both of two branches (sets of limits on a value).
 
-    The result is False if this is not easy to prove.
+    The result is False if this is not easy to prove. `depth` is as in `are_disjoint`.
     """
     kinds = x.kinds & y.kinds
     for listing, other in ((x, y), (y, x)):
