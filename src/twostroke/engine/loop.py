@@ -159,6 +159,8 @@ class EngineLoop:
     def change_limits(self, token_budget: int, max_running: int) -> None:
         """Change the limits of later steps; no answer depends on them.
 
+        `token_budget` is the maximum number of tokens of a step, `max_running` of running requests.
+
         Raises:
             UsageError: as `Scheduler.change_limits`.
         """

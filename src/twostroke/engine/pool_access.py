@@ -154,7 +154,11 @@ class PoolAccess:
             return self._transfers.allocate(transfer, keys)
 
     def add_arrived(self, transfer: Transfer, keys: Sequence[PageKey]) -> None:
-        """Publish KV pages that a transfer has written; see `Transfers.add_arrived`."""
+        """Publish KV pages that a transfer has written; see `Transfers.add_arrived`.
+
+        Requests find the pages with these `keys` from now on, and the transfer's claims on them
+        end.
+        """
         with self._changed:
             self._transfers.add_arrived(transfer, keys)
             self._changed.notify_all()

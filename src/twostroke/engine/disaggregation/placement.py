@@ -251,8 +251,9 @@ def local_prefill_s(
     """Return the seconds that prefilling a prompt in this engine costs all its requests.
 
     The result is the time that the prompt waits for earlier prompts, plus the time by which chunks
-    of the prompt delay each running stream until the stream ends. `default_flops_per_s` is used
-    while this engine's speed is not measured.
+    of the prompt delay each running stream until the stream ends. `work` is the missing part of the
+    prompt, and `local` the engine's load. `default_flops_per_s` is used while this engine's speed
+    is not measured.
     """
     num_delayed = sum(min(1.0, count / local.num_steps) for count in local.max_outputs)
     flops = local.queue_flops + work.flops * (1 + num_delayed)
@@ -266,8 +267,8 @@ def remote_prefill_s(
 ) -> float:
     """Return the seconds until a prefill engine has computed a prompt and sent its KV pages.
 
-    Pages are fetched while later pages are computed. `default_flops_per_s` is used while the
-    engine's speed is not measured.
+    `work` is the missing part of the prompt. Pages are fetched while later pages are computed.
+    `default_flops_per_s` is used while the engine's speed is not measured.
     """
     flops = engine.queue_flops + work.flops
     computing_s = flops / (engine.flops_per_s or default_flops_per_s)

@@ -79,7 +79,8 @@ def with_room_for_states(
 ) -> SchedulerConfig:
     """Return a scheduler's limits, with `max_running` lowered to the number of requests with slots.
 
-    `num_slots`: slots for recurrent states; 0 for models without such states.
+    `config` has the limits. `num_slots`: slots for recurrent states; 0 for models without such
+    states.
 
     Raises:
         MemoryLimitError: a static or dynamic batch has more requests than there are slots for.

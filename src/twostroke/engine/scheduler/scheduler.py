@@ -186,6 +186,8 @@ class Scheduler:
     def change_limits(self, token_budget: int, max_running: int) -> None:
         """Change the limits of later steps. Requests that run already keep their pages.
 
+        `token_budget` and `max_running` are as in `SchedulerConfig`.
+
         Raises:
             UsageError: a limit is above its value at the start, for which memory was reserved, or
                 the limits are not possible together.

@@ -225,7 +225,7 @@ class Transfers:
     def add_arrived(self, transfer: Transfer, arrived: Sequence[PageKey]) -> None:
         """Index KV pages that a transfer has written, so that requests find them.
 
-        The transfer's claims on these pages end.
+        `arrived` has the keys of these pages. The transfer's claims on these pages end.
         """
         for group, key in arrived:
             self._index.insert(group, [key], [transfer.pages[group, key]])
