@@ -31,7 +31,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_model_scales_to_zero_and_back_without_a_lost_request() -> None:
-    seen, metrics = campaign(3, kinds=("start", "kill", "notice"), num_tokens=40)
+    seen, metrics = campaign(3, kinds=("start", "kill", "notice"), num_tokens=20)
     assert seen.wrong == []
     assert seen.ends["whole"] > 5
     assert 'start_waited_requests_total{model="tiny",outcome="refused"} 0.0' in metrics
