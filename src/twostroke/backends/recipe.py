@@ -105,7 +105,7 @@ class EngineRecipe(Frozen):
         return working_bytes(compute, self.program, self.loaded.tensors, max_rows=self.max_rows)
 
     def free_bytes(self, max_rows: int | None = None) -> int:
-        """Return the free bytes for weights and KV pages; see `memory_free`.
+        """Return the bytes that are free for weights and KV pages, on the GPU or in RAM.
 
         `max_rows`: the largest number of rows of a step, if not the options' token budget.
         """
@@ -144,9 +144,14 @@ class EngineRecipe(Frozen):
         max_rows: int | None = None,
         group_limit: MemoryLimit | None = None,
     ) -> CacheSize:
-        """Return the KV cache size for the ranks of one machine; see `size_kv_cache`.
+        """Return the KV cache size for the ranks of one machine, by the function `size_kv_cache`.
 
-        `parts` are the Programs of these ranks; without them, one process runs the whole Program.
+        Args:
+            num_weight_bytes: bytes that the weights of these ranks take.
+            available_bytes: the machine's free memory before weights and KV pages are allocated.
+            parts: the Programs of these ranks; without them, one process runs the whole Program.
+            max_rows: the largest number of rows of a step, if not the options' token budget.
+            group_limit: the control group that limits `available_bytes`, for error messages.
         """
         options = self.options
         return size_kv_cache(

@@ -33,7 +33,8 @@ class RowSpan(Frozen):
     """Consecutive rows of a step that belong to one sequence, and the sequence's KV pages.
 
     `rows`: the rows of the step. `start`: the position of the first row. `pages`: the pages of the
-    sequence. `copies`: (target, source) pages to copy before the step. `read_state`: as in `Slice`.
+    sequence. `copies`: (target, source) pages to copy before the step. `read_state`:
+    the slot of the recurrent state before the first row; `NO_STATE` for zeros.
     `above`: for a branch of draft tokens, earlier rows of the step that precede the branch, at the
     positions just before `start`; their keys and values are stored in `pages`, too. `write_states`:
     the slots into which the recurrent states after the span's last rows are written, one slot for

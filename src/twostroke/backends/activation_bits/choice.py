@@ -84,7 +84,7 @@ def choose(
     model_id: str,
     effort: SearchEffort = FULL_SEARCH,
 ) -> ActivationBits:
-    """Choose the cheapest activation bits of a model's products whose error is within the limit.
+    """Choose the cheapest activation bits of products whose error is at most `_MAX_MEAN_KL`.
 
     8 bits for all products are tried first; only if their error is too large, the errors of groups
     of products are measured.

@@ -25,8 +25,9 @@ _LOGITS_SHARE: Final = 0.5  # prompts need the logits of one row only
 class Product(Frozen):
     """Matrix products that read the same value, and therefore have the same activation bits.
 
-    `kind`: a name that the corresponding products of all layers share. `costs`: the cost of the
-    products, by number of bits; only for numbers of bits whose costs differ.
+    `kind`: a name that the corresponding products of all layers share. `costs`: the products'
+    multiplications for a row, weighted by their relative time (15 bits: 1.0), by number of bits.
+    There is no entry for 9 bits if they save nothing over 15 bits.
     """
 
     kind: str

@@ -142,7 +142,10 @@ class CpuBackend:
 
     @property
     def state_memory(self) -> PageMemory | None:
-        """Return access to the slots for recurrent states; None as in `Runner`."""
+        """Return access to the slots for recurrent states.
+
+        None if the model has no such states, or if there are several ranks.
+        """
         return self._plan.state_memory() if self._weight_shard is None else None
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -196,7 +199,11 @@ class CpuBackend:
         return float(step.collective_s)
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> NDArray[np.float32]:
-        """Return the logits of a token sequence; see `Backend.score`."""
+        """Return the logits (len(tokens), vocab_size) of a token sequence; see `Backend.score`.
+
+        Rows are computed as in prefill or, if `generated`, as in decode steps. Must not be called
+        while requests are running.
+        """
         logits = self._program.ops[-1].output
         return self.trace(tokens, [logits], generated=generated)[logits]
 
@@ -213,7 +220,10 @@ class CpuBackend:
     def trace(
         self, tokens: Sequence[int], values: Sequence[str], *, generated: bool = False
     ) -> dict[str, NDArray[np.float32]]:
-        """Return intermediate values of the model for a token sequence; see `Backend.trace`."""
+        """Return the intermediate values named `values`, each (len(tokens), width), by name.
+
+        The token sequence is computed as by `score`; see `Backend.trace`.
+        """
         widths, logits = self._program.value_widths, self._program.ops[-1].output
         arrays = {name: np.empty((len(tokens), widths[name]), np.float32) for name in values}
         taps = [name for name in arrays if name != logits]
@@ -239,9 +249,10 @@ class CpuBackend:
         return self._plan.times()
 
     def measure_collectives(self, test: CollectiveTest) -> tuple[list[float], list[float]]:
-        """Time collectives between ranks; return this rank's seconds before, and in, each one.
+        """Time `test.count` collectives between ranks.
 
-        All ranks must call this at the same time.
+        Returns, for each collective, this rank's seconds of computing before it, and its seconds in
+        it, including waits for other ranks. All ranks must call this at the same time.
 
         Raises:
             RanksLostError: another rank ended, or the link to it broke.

@@ -143,9 +143,11 @@ _PARTS = {
 
 @dataclass(slots=True)
 class Collectives:
-    """Tables of a Program's teams of ranks, channels and cuts, which native records refer to.
+    """Tables for collectives: teams of ranks, channels and cuts, which native records refer to.
 
-    Each entry of `teams` is (the team's ranks, this rank's index among them).
+    A key of `teams` is (the team's ranks, this rank's index among them). A channel sends one value
+    from a rank of a pipeline stage to a rank of the next stage. `cuts` has the columns or heads at
+    which ranks divide values.
     """
 
     teams: dict[tuple[Team, int], int] = field(default_factory=dict)
@@ -175,7 +177,11 @@ class Collectives:
         }
 
     def channel(self, op: Send | Receive) -> int:
-        """Add the channel of a send or receive operation; return the channel's index."""
+        """Add a channel for the value that `op` sends or receives; return its index in `channels`.
+
+        Each operation has a separate channel, even if the two ranks are the same, so this is called
+        once for each operation.
+        """
         is_sent = isinstance(op, Send)
         peer = op.to if isinstance(op, Send) else op.sender
         number = sum((c.is_sent, c.peer) == (is_sent, peer) for c in self.channels)

@@ -56,7 +56,8 @@ class StepArrays:
             num_groups: the number of cache groups.
             page_size: the tokens of a KV page.
             max_pages: the largest number of pages of a request in one cache group.
-            one_arithmetic: as in `BackendFacts`.
+            one_arithmetic: prompt rows and generated rows are computed in the same way, so that
+                rows keep the plan's order (`BackendFacts`).
             tapped_width: the width of the intermediate value that steps also return; 0: there is
                 none.
             returns_tapped: whether results have this value, for the rows from which tokens are

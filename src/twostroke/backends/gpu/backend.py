@@ -242,14 +242,20 @@ class GpuBackend:
         )
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> Array:
-        """Return the logits of a token sequence; see `Backend.score`."""
+        """Return the logits (len(tokens), vocab_size) of a token sequence; see `Backend.score`.
+
+        `generated` is ignored, because this backend computes all rows in the same way.
+        """
         logits = self._program.ops[-1].output
         return self.trace(tokens, [logits], generated=generated)[logits]
 
     def trace(
         self, tokens: Sequence[int], values: Sequence[str], *, generated: bool = False
     ) -> dict[str, Array]:
-        """Return intermediate values of the model for a token sequence; see `Backend.trace`."""
+        """Return the intermediate values named `values`, each (len(tokens), width), by name.
+
+        The token sequence is computed as by `score`; see `Backend.trace`.
+        """
         del generated  # all rows are computed in the same way
         with on(self._gpu.device):
             return trace(

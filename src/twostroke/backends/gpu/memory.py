@@ -37,7 +37,8 @@ def lay_out(
     """Assign GPU memory to a step's buffers, for `max_rows` rows.
 
     Buffers that are not used at the same time share memory. A buffer takes the smallest free region
-    that is large enough, else a new one. `in_parts`: see `products.in_parts`.
+    that is large enough, else a new one. `in_parts`: the buffers that hold partial sums of products
+    even in steps with many rows (`products.in_parts`).
     """
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -104,7 +105,8 @@ def _num_parts(gpu: Gpu, num_rows: int, width: int, depth: int) -> int:
 class StepMemory:
     """The GPU memory of a step's buffers, and views of it as tensors.
 
-    `in_parts`: see `products.in_parts`.
+    `in_parts`: the buffers that hold partial sums of products even in steps with many rows
+    (`products.in_parts`).
     """
 
     def __init__(

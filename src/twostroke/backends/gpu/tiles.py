@@ -76,7 +76,12 @@ def divide(slices: Ints, tiling: Tiling, max_slots: int) -> list[Items]:
 
 
 def _cut_at_piece_sizes(slices: Ints, tiling: Tiling) -> Ints:
-    """Cut slices before a row whose context needs larger pieces; only for `same_tokens`."""
+    """Cut slices so that all rows of a slice have their contexts divided into pieces of one size.
+
+    With `same_tokens` the size depends on the row's position alone, so that a row's result does not
+    depend on the other rows of a step. Otherwise the slices are returned unchanged. Slices and
+    result are (n, 4), as in `divide`; cut slices have their last rows at the end.
+    """
     max_tokens = _MAX_FULL_PIECES * tiling.piece
     while tiling.same_tokens and len(slices):
         first, last = slices[:, 2] + 1, slices[:, 2] + slices[:, 1]
@@ -96,7 +101,7 @@ def _cut_at_piece_sizes(slices: Ints, tiling: Tiling) -> Ints:
 
 
 def _tiles(slices: Ints, max_rows: int) -> Ints:
-    """Cut slices into tiles of at most `max_rows` rows."""
+    """Cut slices into tiles of at most `max_rows` rows, in the same form: (n, 4) as in `divide`."""
     counts = -(-slices[:, 1] // max_rows)
     if len(slices) == 0 or counts.max() == 1:
         return slices

@@ -182,7 +182,11 @@ class ParallelBackend:
         return [RankState(rank0_facts, "ready", self._collective_s), *self._ranks.states(others)]
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> Array:
-        """Return the logits of a token sequence; see `Backend.score`."""
+        """Return the logits (len(tokens), vocab_size) of a token sequence; see `Backend.score`.
+
+        Rows are computed as in prefill or, if `generated`, as in decode steps. Must not be called
+        while requests are running.
+        """
         self._ranks.send(Evaluate(list(tokens), (), generated))
         with self._recovering_ranks():
             return self.rank0_backend.score(tokens, generated=generated)
@@ -190,7 +194,10 @@ class ParallelBackend:
     def trace(
         self, tokens: Sequence[int], values: Sequence[str], *, generated: bool = False
     ) -> dict[str, Array]:
-        """Return intermediate values of the model for a token sequence; see `Backend.trace`."""
+        """Return the intermediate values named `values`, each (len(tokens), width), by name.
+
+        The token sequence is computed as by `score`; see `Backend.trace`.
+        """
         self._ranks.send(Evaluate(list(tokens), tuple(values), generated))
         with self._recovering_ranks():
             return self.rank0_backend.trace(tokens, values, generated=generated)
@@ -203,8 +210,8 @@ class ParallelBackend:
     def measure_collectives(self, test: CollectiveTest) -> tuple[list[float], list[float]]:
         """Measure the time of collectives between all ranks, while no step runs.
 
-        Returns rank 0's seconds before, and in, each collective; see
-        `CpuBackend.measure_collectives`.
+        Returns, for each of `test.count` collectives, rank 0's seconds of computing before it, and
+        its seconds in it; see `CpuBackend.measure_collectives`.
 
         Raises:
             RanksLostError: some ranks are lost.

@@ -281,7 +281,8 @@ class RemoteRanks:
 def serve_rank(host: str, port: int, secret: bytes, arrival: RankArrival) -> None:
     """Connect to rank 0 and run a rank in a child process, until rank 0 ends.
 
-    If rank 0 loses the rank, the process is started again.
+    If rank 0 loses the rank, the process is started again. `arrival`: the first message to rank 0,
+    with the number of the rank.
 
     Raises:
         ConnectionLostError: rank 0 does not answer.
@@ -390,7 +391,8 @@ def follow_if_launched(model: str, parallel: ParallelOptions) -> None:
     """If torchrun or mpirun made this process a rank other than 0, run the rank, then exit.
 
     Raises:
-        UsageError: see `assigned_rank`.
+        UsageError: the launcher has started another number of processes, or does not set the
+            address of rank 0.
         ConnectionLostError: rank 0 does not answer.
         SystemExit: rank 0 has ended.
     """

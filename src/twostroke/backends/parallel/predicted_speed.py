@@ -241,7 +241,10 @@ class _SimulatedRank:
         self.now_s += seconds
 
     def arrive(self, at_s: float, moving_s: float, num_bytes: int) -> None:
-        """Advance the rank's clock past a collective that the last rank reached at `at_s`."""
+        """Advance the rank's clock past a collective that the last rank reached at `at_s`.
+
+        From then on the collective takes `moving_s`; this rank receives `num_bytes` in it.
+        """
         self.waiting_s += max(0.0, at_s - self.now_s)
         self.moving_s += moving_s
         self.now_s = max(self.now_s, at_s) + moving_s

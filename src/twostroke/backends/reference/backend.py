@@ -98,7 +98,10 @@ class ReferenceBackend:
 
     @property
     def state_memory(self) -> PageMemory | None:
-        """Return access to the slots for recurrent states; None as in `Runner`."""
+        """Return access to the slots for recurrent states.
+
+        None if the model has no such states, or if there are several ranks.
+        """
         has_states = self.facts.num_states > 0 and len(self._recurrent) == 1
         return self._recurrent[0].bytes if has_states else None
 
@@ -142,13 +145,19 @@ class ReferenceBackend:
         )
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> NDArray[np.float32]:
-        """Return the logits of a token sequence; see `Backend.score`."""
+        """Return the logits (len(tokens), vocab_size) of a token sequence; see `Backend.score`.
+
+        `generated` is ignored, because this backend computes all rows in the same way.
+        """
         return self.trace(tokens, (self._logits,), generated=generated)[self._logits]
 
     def trace(
         self, tokens: Sequence[int], values: Sequence[str], *, generated: bool = False
     ) -> dict[str, NDArray[np.float32]]:
-        """Return intermediate values of the model for a token sequence; see `Backend.trace`."""
+        """Return the intermediate values named `values`, each (len(tokens), width), by name.
+
+        The token sequence is computed as by `score`; see `Backend.trace`.
+        """
         del generated  # all rows are computed in the same way
         count, num_groups, page_size = len(tokens), len(self.facts.windows), self.facts.page_size
         table = np.arange(num_groups * -(-count // page_size)).reshape(num_groups, -1)

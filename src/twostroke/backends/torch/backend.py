@@ -155,9 +155,10 @@ class TorchBackend:
         return 0.0
 
     def score(self, tokens: Sequence[int], *, generated: bool = False) -> Array:
-        """Return the logits of a token sequence, empty on ranks other than 0.
+        """Return the logits (len(tokens), vocab_size) of a token sequence; see `Backend.score`.
 
-        See `Backend.score`.
+        Empty on ranks other than 0. `generated` is ignored, because this backend computes all rows
+        in the same way.
         """
         values = self.trace(tokens, [self.logits], generated=generated)
         return values.get(self.logits, np.empty((0, 0), np.float32))
@@ -165,7 +166,10 @@ class TorchBackend:
     def trace(
         self, tokens: Sequence[int], values: Sequence[str], *, generated: bool = False
     ) -> dict[str, Array]:
-        """Return intermediate values of the model for a token sequence; see `Backend.trace`."""
+        """Return the intermediate values named `values`, each (len(tokens), width), by name.
+
+        The token sequence is computed as by `score`; see `Backend.trace`.
+        """
         del generated  # all rows are computed in the same way
         all_rows = torch.arange(len(tokens))
         with torch.inference_mode():

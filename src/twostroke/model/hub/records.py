@@ -101,7 +101,10 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def models_folder() -> Path:
-    """Return the folder of packaged models, each with its record beside it."""
+    """Return the cache folder for downloaded models of the catalogue and of Python packages.
+
+    Beside a model `NAME.gguf` is its record `NAME.gguf.json` (`ModelRecord`).
+    """
     return env.cache_dir() / "models"
 
 

@@ -41,7 +41,7 @@ class QkProjections(Frozen):
 
     From the weights of these projections, backends estimate how large the keys are in each channel,
     and choose the scales of KV formats of few bits, such as int8. If a rank computes only some
-    heads, `first` is the index of its first key value among all keys of the layer. In latent
+    heads, `first` is its first column among the columns of all the layer's keys. In latent
     attention, `keys` computes the rotary part of the keys, and `latents` the rest.
     """
 
@@ -134,7 +134,11 @@ class Attention(Operation):
         )
 
     def part_reads(self, field: str, first: int, end: int) -> Range:
-        """Return the columns of input `field` that a rank's part reads: whole query or KV heads."""
+        """Return the columns of "q", "k" or "v" that a rank reads for columns `first` to `end`.
+
+        `first` and `end` are columns of the output, in whole heads. The result has the same columns
+        of the queries, or the key-value heads that these queries read.
+        """
         if field == "q":
             return first, end
         kv_first, kv_end = self._kv_heads(first, end)

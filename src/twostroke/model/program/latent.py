@@ -76,7 +76,10 @@ class HeadLinear(Operation):
         return self._changed(matrices=self.matrices[first // self.grain : end // self.grain])
 
     def part_reads(self, field: str, first: int, end: int) -> Range:
-        """Return the columns of the input that a rank's part (output `first` to `end`) reads."""
+        """Return the columns of x that a rank reads to compute output columns `first` to `end`.
+
+        All are columns of whole heads.
+        """
         del field
         return first // self.grain * self.x_head, end // self.grain * self.x_head
 
@@ -115,7 +118,10 @@ class Join(Operation):
         return self._changed(num_heads=(end - first) // self.grain)
 
     def part_reads(self, field: str, first: int, end: int) -> Range:
-        """Return the columns of input `field` that a rank's part (`first` to `end`) reads."""
+        """Return the columns of "a" or "b" that a rank reads for output columns `first` to `end`.
+
+        All are columns of whole heads.
+        """
         head = self.a_head if field == "a" else self.b_width
         return first // self.grain * head, end // self.grain * head
 

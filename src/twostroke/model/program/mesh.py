@@ -154,11 +154,14 @@ _RANK_0_FLOPS = 20_000_000
 def cut_into_stages(
     program: Program, ops: Sequence[Op], shares: tuple[int, ...]
 ) -> list[Sequence[Op]]:
-    """Divide a model's operations into pipeline stages of about the requested shares of the work.
+    """Divide operations into pipeline stages of about the requested shares of the work.
 
-    The stages are consecutive, and each has at least one layer. `shares` are the stages' shares of
-    the work for one generated token. The work includes the logits, and rank 0's work besides the
-    model, which runs in the last stage. Each cut is as near to its share as layers allow.
+    `ops` are the operations of `program`, perhaps replaced by their `Operation.steps`; `program`
+    tells where its layers end. Returns the consecutive operations of
+    each stage, which has at least one layer. With `shares` (1, 2) the second stage gets two thirds
+    of the work. Work is counted in FLOPs for one decoded token. The last stage's work includes the
+    logits, and rank 0's work besides the model, such as sampling. Each cut is as near to its share
+    as layers allow.
     """
     ends = stage_ends(program, ops)
     work_before = [0, *accumulate(_decode_flops(op) for op in ops)]
@@ -174,9 +177,11 @@ def cut_into_stages(
 
 
 def stage_ends(program: Program, ops: Sequence[Op]) -> list[int]:
-    """Return the positions in the list of operations at which a pipeline stage can end.
+    """Return the positions in `ops` at which a pipeline stage can end, in ascending order.
 
-    The end of the list is included. Layers that share keys and values are in one stage.
+    At position i, the stage ends before `ops[i]`. These are the ends of layers, the last layer's
+    included, without cuts between layers that share keys and values. The final norm and the logits
+    come after the last position, and belong to the last stage.
     """
     op_index_by_layer = {layer: index for index, op in enumerate(ops) for layer in op.stores}
     shared_spans = [

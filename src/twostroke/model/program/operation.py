@@ -125,13 +125,17 @@ class Operation(Frozen):
         return 1
 
     def part(self, first: int, end: int) -> Self:
-        """Return the operation that computes only output columns `first` to `end`, for one rank."""
+        """Return the operation that computes only units `first` to `end` - 1, for one rank.
+
+        Units are output columns, unless the operation overrides `length`.
+        """
         return self._changed(width=end - first)
 
     def part_reads(self, field: str, first: int, end: int) -> Range | None:
-        """Return the columns of input `field` that a rank's part (output `first` to `end`) reads.
+        """Return the columns of input `field` that a rank reads to compute `part(first, end)`.
 
-        None means all columns.
+        `field` is the name of the operation's field, such as "x", that names the input. The result
+        is (first column, end), without the end. None means all columns.
         """
         del field
         return first, end

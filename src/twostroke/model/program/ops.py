@@ -234,7 +234,8 @@ class GatedActivation(Operation):
 class GateRows(Operation):
     """Multiply each row by the sigmoid of its gate: `output[r] = x[r] * sigmoid(gate[r, 0])`.
 
-    `gate` is one value wide. Qwen's shared experts have such a gate.
+    `x` is (rows, width), and `gate` (rows, 1). Qwen multiplies the output of its shared expert by
+    such a gate.
     """
 
     x: str
@@ -244,9 +245,10 @@ class GateRows(Operation):
     reads = ("x", "gate")
 
     def part_reads(self, field: str, first: int, end: int) -> tuple[int, int] | None:
-        """Return the columns of input `field` that a rank's part reads.
+        """Return the columns of `field`, an input, that a rank reads for columns `first` to `end`.
 
-        None for the gate, which every rank reads completely.
+        `first` and `end` are columns of the output. The result has the same columns
+        of x; it is None for the gate, which every rank reads completely.
         """
         return (first, end) if field == "x" else None
 

@@ -180,9 +180,10 @@ class GatedDeltaRule(_RecurrentOperation):
         )
 
     def part_reads(self, field: str, first: int, end: int) -> Range | None:
-        """Return the columns of input `field` that a rank's part reads: the columns of its heads.
+        """Return the columns of `field`, an input, that a rank reads for columns `first` to `end`.
 
-        None for x, which every rank reads completely.
+        `first` and `end` are columns of the output. The result has the columns of
+        the same heads; it is None for x, which every rank reads completely.
         """
         if field == "x":
             return None
@@ -303,9 +304,10 @@ class Mamba2(_RecurrentOperation):
         )
 
     def part_reads(self, field: str, first: int, end: int) -> Range | None:
-        """Return the columns of input `field` that a rank's part reads: the columns of its heads.
+        """Return the columns of `field`, an input, that a rank reads for columns `first` to `end`.
 
-        None for x, which every rank reads completely.
+        `first` and `end` are columns of the output. The result has the columns of
+        the same heads; it is None for x, which every rank reads completely.
         """
         return None if field == "x" else (first // self.head_dim, end // self.head_dim)
 

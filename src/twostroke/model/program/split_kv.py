@@ -153,8 +153,8 @@ class SplitKvAttention(Operation):
     def work(self, weight_bytes: Mapping[str, int], cache: CacheFormat) -> Work:
         """Yield the cost of this rank's share: products, KV cache traffic, and exchanged bytes.
 
-        Requests with few rows exchange partial attentions. Requests with many rows exchange the
-        keys and values of splits, if that takes fewer bytes.
+        A request with so few rows that the partial attentions to a KV split take at most as many
+        bytes as the split exchanges partial attentions; other requests exchange keys and values.
         """
         del weight_bytes
         team_size = len(self.team)
@@ -219,8 +219,9 @@ def _exchanged(sent: float, received: float) -> Cost:
 def split_heads(op: Attention, shares: tuple[int, ...]) -> dict[str, tuple[Range, ...]]:
     """Return which columns of the queries, keys and values each rank computes, in whole heads.
 
-    The heads of queries, keys and values are concatenated and cut together by `shares`. So each
-    rank has its share of all columns, though some ranks may have no keys or no queries.
+    The result maps each input's name to a range (first, end) for each rank. The heads of
+    queries, keys and values are concatenated and cut together by `shares`. So each rank has its
+    share of all columns, though some ranks may have no keys or no queries.
     """
     counts = dict.fromkeys(op.inputs, op.num_kv_heads) | {op.q: op.num_heads}
     head_cuts = cuts(sum(counts.values()), shares)

@@ -115,9 +115,11 @@ class EachRead(Frozen):
 
 
 class EachPartialAttention(Frozen):
-    """Counts the (row, KV split) pairs of attention, in requests with few rows.
+    """Counts (row, KV split) pairs of attention, in requests with at most `max_rows` rows.
 
-    Such requests exchange a partial attention for each pair (see `SplitKvAttention`).
+    For the cost of context parallel attention (`SplitKvAttention`): for each pair of such a
+    request, the rank that stores the KV split sends a partial attention to the rank that merges
+    the row. Requests with more rows exchange keys and values (`EachKvSplit`).
     """
 
     window: int | None
@@ -131,9 +133,10 @@ class EachPartialAttention(Frozen):
 
 
 class EachKvSplit(Frozen):
-    """Counts the KV splits that are read, in requests with many rows.
+    """Counts the KV splits that are read, in requests with at least `min_rows` rows.
 
-    Such requests exchange the keys and values of splits (see `SplitKvAttention`).
+    For the cost of context parallel attention (`SplitKvAttention`): the rank that stores such a
+    split sends its keys and values to the other ranks of the team.
     """
 
     window: int | None

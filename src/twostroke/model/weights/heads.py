@@ -187,10 +187,10 @@ def stored_shapes(spec: HeadsSpec) -> dict[str, tuple[int, ...]]:
 
 
 def numbers_table(depth: int) -> QuantTensor:
-    """Return the table with which a Medusa Program selects the head for each row's draft depth.
+    """Return the table (depth, depth) by which a Medusa Program selects a head for each row.
 
-    The Program looks up the row's depth d in the table. Row d of the table are scores of experts,
-    in which expert d (the head for depth d) has the largest score.
+    A row's draft depth d says how many drafts precede the token to draft. The Program looks up d in
+    the table, whose row d has scores of experts: expert d (the head for depth d) has the largest.
     """
     table = np.eye(depth, dtype=np.float32) * np.float32(_SELECTED_SCORE)
     return QuantTensor.from_floats(table, FORMATS["F32"])

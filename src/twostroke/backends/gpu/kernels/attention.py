@@ -139,8 +139,8 @@ def small_block(group: int) -> int:
 def same_block(group: int) -> int:
     """Return the number of (row, head) pairs in every tile of the mode `same_tokens`.
 
-    Prefill and decode have the same tiles there, so that they round in the same way. `group`: query
-    heads that read one KV head.
+    In this mode a row's result does not depend on the other rows of a step, so prefill and decode
+    have the same tiles and round in the same way. `group`: query heads that read one KV head.
     """
     return max(32, small_block(group))
 

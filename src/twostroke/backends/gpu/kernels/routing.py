@@ -47,7 +47,8 @@ class Routes(Frozen, eq=False):
 class Grouped(Frozen, eq=False):
     """How a mixture's product reads its rows: (row, expert) pair p reads row `p // lines` of x.
 
-    `is_shared`: the results are multiplied by the pairs' weights.
+    So `lines` consecutive pairs read the same row. `is_shared`: the results are multiplied by the
+    pairs' weights.
     """
 
     routes: Routes

@@ -38,7 +38,8 @@ def launch(
 ) -> None:
     """Launch a gather of embeddings from a packed table: `output[r] = table[row_ids[r]] * factor`.
 
-    See `pointwise.take_rows` for `results`.
+    A negative id -1 - i stands for the token that the last step drew: the first number of row i of
+    the sampler's `results`.
     """
     layout = table.layout
     gpu.launch(
