@@ -173,7 +173,6 @@ def test_switches_of_the_template_are_obeyed(thinking: LiveServer) -> None:
     ("fields", "param", "word"),
     [
         ({"chat_template_kwargs": {"messages": []}}, None, "template itself uses"),
-        ({"chat_template_kwargs": {"has_text_arguments": 1}}, None, "template itself uses"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs", "an object"),
         (
             {"messages": [{"role": "user", "content": "a", "reasoning_content": "b"}]},

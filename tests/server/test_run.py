@@ -81,6 +81,15 @@ def test_taken_port_ends_the_process(tmp_path: Path) -> None:
     assert done.stderr == b""
 
 
+@pytest.fixture
+def heeds_hangups() -> Iterator[None]:
+    """Let processes heed SIGHUP even if the tests run under nohup, which processes inherit."""
+    handler = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, handler)
+
+
+@pytest.mark.usefixtures("heeds_hangups")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_lets_running_requests_finish(tmp_path: Path, number: int) -> None:
     with served_process(tmp_path, "60", "paced") as (process, url):

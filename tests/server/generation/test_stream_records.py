@@ -154,9 +154,9 @@ def test_a_stream_continues_after_any_record(url: str, name: str) -> None:
     body = msgspec.json.encode({"model": "tiny", "stream": True} | fields)
     whole = stream(url + path, body, "new")
     units = list(_LINE.finditer(whole))
-    assert len(units) > 5
+    assert len(units) > 1  # a busy machine sends several tokens in one
     expected = normalized(_LINE.sub(b"", whole))
-    for cut in random.Random(name).sample(units, 4) + units[-1:]:
+    for cut in random.Random(name).sample(units, min(4, len(units))) + units[-1:]:
         index = units.index(cut)
         records = b"".join(b"\n" + unit[1] for unit in units[: index + 1])
         begin = _LINE.sub(b"", whole[: cut.end()])
