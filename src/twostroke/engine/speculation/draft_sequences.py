@@ -178,8 +178,9 @@ class TimedRunner:
     def min_chance(self, num_requests: int, cost: DraftCost, step_s: float) -> float:
         """Return the lowest acceptance rate of first drafts at which making drafts pays.
 
-        One step of `step_s` seconds makes a draft for each of `num_requests` requests. The result
-        is 0 until some steps were timed, since a step that never runs is never timed.
+        A first draft is the first draft token of a request in a round. A step of the draft model
+        takes `step_s` seconds and makes one draft token for each of `num_requests` requests. The
+        result is 0 until a few steps of the draft model were timed, so that these are made at all.
         """
         if self.step_time.num_steps < _MIN_TIMED_STEPS:
             return 0.0
@@ -277,7 +278,8 @@ class DraftSequences(Generic[F]):
     def min_chance(self, num_requests: int, cost: DraftCost) -> float:
         """Return the lowest acceptance rate of first drafts at which making drafts pays.
 
-        One step of the draft model makes a draft for each of `num_requests` requests.
+        A first draft is the first draft token of a request in a round. A step of the draft model
+        makes one draft token for each of `num_requests` requests.
         """
         return self._runner.min_chance(num_requests, cost, self._step_s(num_requests, 1))
 

@@ -321,7 +321,9 @@ class Overflow:
                     yield upstream, bought
 
     def _check_may_stay(self, request: ProxiedRequest) -> None:
-        """Check that replicas may have the model of a request that no upstream can answer.
+        """Refuse a request that no upstream can answer, if only upstreams have its model.
+
+        Does nothing if a replica could have the model.
 
         Raises:
             NotAtUpstreamError: only upstreams have the model; the error says why they cannot answer

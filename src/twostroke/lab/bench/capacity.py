@@ -126,10 +126,12 @@ class CapacitySearch:
         self.points: list[LoadPoint] = []
 
     async def run(self, start_rate: float | None = None) -> GoodputCapacity:
-        """Return the capacity.
+        """Return the highest request rate that meets the objectives.
 
-        First a closed loop with one request at a time is measured. Then rates are measured. The
-        first rate is `start_rate`; by default, one request in the mean time of a request.
+        First a closed loop with one request at a time is measured. Then rates are measured, in
+        requests per second, from `start_rate` on; the default is 1 / (mean seconds of a request).
+        The rate is doubled or halved until one rate meets the objectives and another does not, and
+        the interval between them is bisected.
         """
         try:
             return self.result(await self._search(start_rate))

@@ -140,7 +140,10 @@ class Program(Frozen, dict=True):
 
     @cached_property
     def state_layers(self) -> dict[int, StateLayer]:
-        """Return the shapes of the recurrent states that a request has, by number."""
+        """Return the shapes of the recurrent states that a request has.
+
+        The keys are the numbers of states, which recurrent operations have as `layer`.
+        """
         layers = {number: layer for op in self.ops for number, layer in op.states.items()}
         return dict(sorted(layers.items()))
 

@@ -115,8 +115,9 @@ def cut_by_length(length: int) -> Cut:
 def _cut_thousands(run: str, *, isolates: bool = True, before_word: bool = True) -> Cut:
     """Return a function that cuts long numbers in a text into groups of three digits.
 
-    `run` is the pattern of a number. With `isolates`, text is also cut before and after a number.
-    If `before_word` is false, a number directly before a word character is not cut.
+    Groups are counted from the right: 1234567 becomes 1, 234 and 567. `run` is the pattern of a
+    number. With `isolates`, text is also cut before and after a number. If `before_word` is false,
+    a number directly before a word character is not cut.
     """
     find_runs = regex.compile(run).finditer
     is_word = regex.compile(r"[\p{Alphabetic}\p{M}\p{Nd}\p{Pc}²³¹¼½¾]").match  # as in Oniguruma

@@ -43,7 +43,7 @@ class RecordedWork(Protocol):
 
     @property
     def used(self) -> Usage | None:
-        """The tokens that all answers have used so far."""
+        """The tokens of all answers of this request so far; None if it was never started."""
 
 
 class TraceRecorder:

@@ -129,7 +129,8 @@ def _pack_rows(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Pack rows of a quantized matrix; return (codes, scales, upper bits, offsets).
 
-    Upper bits and offsets are None if the format has none. The first row must begin a tile.
+    Upper bits and offsets are None if the format has none. `depth` is the number of values in a
+    row. `rows` may be a slice of a matrix whose start is a multiple of the layout's tile of rows.
     """
     layout = layout_of(fmt, depth)
     assert layout is not None

@@ -149,7 +149,7 @@ class HoldBackDetector:
     """
 
     def __init__(self, patterns: Sequence[PathPattern]) -> None:
-        """Hold back values at the paths in `patterns`, and names that an object has already."""
+        """Hold back values at the paths in `patterns`, and repeated member names of an object."""
         self._patterns = patterns
         self._path: list[str | int] = []  # path of the value that is being read
         self._names: list[set[str] | None] = []  # names in each open object; None for an array
