@@ -29,6 +29,7 @@ from twostroke.core.options import BatchOptions, CacheOptions, ComputeOptions, E
 from twostroke.core.request import FinishReason
 from twostroke.engine import engine as build_module
 from twostroke.engine.engine import build
+from twostroke.engine.prompts import to_hints
 from twostroke.model.loader import load
 from twostroke.model.weights import weights_identity
 
@@ -139,6 +140,11 @@ def test_params_of_another_kind_are_refused(llm: LLM, wrong: Any) -> None:
         llm.generate("a", wrong)
     with pytest.raises(UsageError, match="must be a SamplingParams"):
         next(llm.stream("a", wrong))
+
+
+def test_no_prediction_may_be_none() -> None:
+    card: Any = None  # only a prediction needs the model
+    assert to_hints(card, "off", None) == to_hints(card, "off", "")
 
 
 @pytest.mark.parametrize("name", ["suffix", "speculate", "prediction"])

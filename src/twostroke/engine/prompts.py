@@ -170,15 +170,17 @@ def with_reasoning_budget(
     return replace(params, reasoning_budget=budget)
 
 
-def to_hints(card: ModelCard, speculate: str, prediction: str) -> Hints:
+def to_hints(card: ModelCard, speculate: str, prediction: str | None) -> Hints:
     """Return the speculation hints of a request.
 
-    `speculate` names the method; `prediction` is the text of the expected answer.
+    `speculate` names the method; `prediction` is the text of the expected answer, empty or None
+    without one.
 
     Raises:
         RequestError: an argument is not a text, or the prediction has more tokens than the context.
     """
-    for name, value in (("speculate", speculate), ("prediction", prediction)):
+    expected = "" if prediction is None else prediction
+    for name, value in (("speculate", speculate), ("prediction", expected)):
         if not isinstance(value, str):
             raise RequestError("must be a text, got {value!r}.", field=name, value=value)
     if not prediction:

@@ -81,7 +81,7 @@ def tokens_of(seed: int, length: int) -> list[int]:
 @pytest.mark.parametrize("kind", MODELS)
 def test_logits_are_those_of_one_process(kind, rounds):
     """In a short run, each model tries every fifth mesh, from another one on."""
-    model, tokens = MODELS[kind](), tokens_of(1, 120)
+    model, tokens = MODELS[kind](), tokens_of(1, 130)
     meshes = list(enumerate([*MESHES, *KV_MESHES[1:4]]))
     if rounds == 1:
         meshes = meshes[list(MODELS).index(kind) % 5 :: 5]
