@@ -180,7 +180,7 @@ def test_every_advice_works_when_it_is_followed(
             assert _groups(program, page_size).num_needed(result.context_length) <= result.num_pages
             assert result.cache_bytes <= available_bytes - WEIGHT_BYTES
             return
-        available_bytes -= free_mb * MB // 200 + 2 * MB  # processes use a little more by then
+        available_bytes -= free_mb * MB // 200 + 3 * MB  # processes use a little more by then
         advised = _follow(result, options)
         if advised is None:
             assert "no context would fit" in result

@@ -110,8 +110,18 @@ def test_a_function_to_call_can_be_named_as_in_openai_s_api(named: dict[str, Any
     choice = {"type": "function", **named}
     assert read_tools([TIME, WEATHER], choice) == read_tools([TIME, WEATHER], "get_time")
     for wrong in ({"function": 5}, {"function": {"name": "nobody"}}, {"name": ["get_time"]}):
-        with pytest.raises(RequestError, match="tool_choice must be one of auto, none, required"):
+        with pytest.raises(RequestError, match="tool_choice must be one of get_time, get_weather"):
             read_tools([TIME, WEATHER], wrong)
+
+
+@pytest.mark.parametrize("mode", ["none", "auto", "required"])
+def test_a_function_may_be_named_like_a_choice(mode: str) -> None:
+    named: dict[str, Any] = {"type": "function", "function": {"name": mode}}
+    with pytest.raises(RequestError, match="tool_choice must be one of get_time"):
+        read_tools([TIME], named)
+    tools = read_tools([TIME, named], named)
+    assert tools is not None
+    assert (tools.is_forced, tools.names) == (True, (mode,))
 
 
 def test_a_call_that_is_cut_is_no_call(llm: LLM) -> None:

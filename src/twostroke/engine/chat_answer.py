@@ -155,22 +155,27 @@ def read_tools(
             is_strict=bool(description.pop("strict", False)),
         )
         shown_tools.append({"type": "function", "function": description})
+    mode = choice if isinstance(choice, str) and choice in _CHOICES else None
+    is_object = isinstance(choice, Mapping)
     if isinstance(choice, Mapping):
         function = choice.get("function", choice)
         choice = function.get("name", choice) if isinstance(function, Mapping) else choice
-    if not isinstance(choice, str) or choice not in {*_CHOICES, *functions}:
-        choices = (*_CHOICES, *functions)
+    if mode is None and (not isinstance(choice, str) or choice not in functions):
+        choices = tuple(functions) if is_object and functions else (*_CHOICES, *functions)
         hint = nearest(str(choice), choices)
         reason = f"must be one of {', '.join(choices)}, got {{word!r}}.{hint}"
         raise RequestError(reason, field="tool_choice", word=choice)
-    if choice == "required" and not functions:
+    if mode == "required" and not functions:
         raise RequestError("needs tools.", field="tool_choice")
-    if choice == "none" or not functions:
+    if mode == "none" or not functions:
         return None
-    is_named = choice in functions
-    allowed = (functions[choice],) if is_named else tuple(functions.values())
-    is_forced = is_named or choice == "required"
-    return Tools(tuple(shown_tools), allowed, is_forced=is_forced, is_parallel=not is_named)
+    allowed = tuple(functions.values()) if mode else (functions[str(choice)],)
+    return Tools(
+        tuple(shown_tools),
+        allowed,
+        is_forced=mode in {None, "required"},
+        is_parallel=mode is not None,
+    )
 
 
 def _function_of(tool: object, where: str) -> dict[str, Any]:

@@ -129,8 +129,12 @@ def test_exaone4_has_a_rope_in_its_sliding_layers(tmp_path: Path) -> None:
     assert from_metadata(tmp_path, "exaone4", **pattern).rotates == (False, True, False, True)
     no_layer = {"attention__sliding_window_pattern": [False] * 4}
     assert from_metadata(tmp_path, "exaone4", **no_layer).rotates == (False,) * 4
-    letters = {"layer_types": None, "sliding_window_pattern": "LG"}
-    assert from_config(tmp_path, "exaone4", **letters).rotates == (True, False, True, False)
+    for letters, rotates in (
+        ("LG", (True, False, True, False)),
+        ("LLG", (True, True, False, False)),  # the last layer never has the window
+    ):
+        changes = {"layer_types": None, "sliding_window_pattern": letters}
+        assert from_config(tmp_path, "exaone4", **changes).rotates == rotates
     full = {"layer_types": ["full_attention"] * 4}
     assert from_config(tmp_path, "exaone4", **full).rotates == (False,) * 4
     for spec in (

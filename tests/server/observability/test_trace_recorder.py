@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -134,7 +135,9 @@ def test_a_full_disk_ends_the_recording_and_not_the_server(
     assert trace.stat().st_size == size
 
 
-def test_a_pipe_that_nobody_reads_ends_the_recording_and_does_not_block(tmp_path: Path) -> None:
+def test_a_pipe_that_nobody_reads_ends_the_recording_and_does_not_block(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     pipe = tmp_path / "trace"
     os.mkfifo(pipe)
     trace = TraceFile(pipe)
@@ -149,6 +152,8 @@ def test_a_pipe_that_nobody_reads_ends_the_recording_and_does_not_block(tmp_path
     writer.join(20)
     assert not writer.is_alive()
     assert not trace.is_open
+    assert "not recorded any further" in caplog.text
+    assert os.strerror(errno.EINVAL) not in caplog.text
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -46,7 +46,8 @@ def _config_slides(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     """Return, for each layer, whether it has the sliding window, if there are no `layer_types`.
 
     The pattern is a number n, with which each n-th layer has no window, or letters of a group of
-    layers, such as LLLG: L (local) is a layer with the window, G (global) a layer without.
+    layers, such as LLLG: L (local) is a layer with the window, G (global) a layer without. With
+    letters, the last layer never has the window.
     """
     key = "sliding_window_pattern"
     if fields.has("layer_types"):
@@ -56,7 +57,8 @@ def _config_slides(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     letters = fields.text(key)
     if not letters or set(letters) - {"L", "G"}:
         fields.refuse(key, "not a number or a text of the letters L and G")
-    return tuple(letters[layer % len(letters)] == "L" for layer in range(num_layers))
+    slides = [letters[layer % len(letters)] == "L" for layer in range(num_layers)]
+    return (*slides[:-1], False)
 
 
 def _hybrid(spec: ModelSpec, window: WindowSpec | None, *, has_window: bool) -> ModelSpec:

@@ -99,9 +99,11 @@ class TraceFile:
     def _append(self, text: bytes) -> None:
         assert self._descriptor is not None
         try:
-            size = os.fstat(self._descriptor).st_size
+            file = os.fstat(self._descriptor)
             if os.write(self._descriptor, text) < len(text):
-                os.ftruncate(self._descriptor, size)  # without half a line
+                if not stat.S_ISREG(file.st_mode):
+                    raise OSError("its reader is too slow")  # noqa: TRY301 - as below
+                os.ftruncate(self._descriptor, file.st_size)  # without half a line
                 raise OSError("the disk is full")  # noqa: TRY301 - one place stops the recording
         except OSError as error:
             reason = error.strerror or error

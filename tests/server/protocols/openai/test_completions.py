@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 
 from support.servers import events
 from support.tiny import SPECIAL_TOKENS
 from twostroke.server.models.about import FINGERPRINT
+from twostroke.server.protocols.common.logprobs import TextOffsets
 
 if TYPE_CHECKING:
     from support.servers import LiveServer
@@ -212,3 +214,19 @@ def _logprobs(response: Any, stream: bool) -> tuple[str, Fields]:
         for name, values in (choice["logprobs"] or {}).items():
             joined[name] += values
     return text, joined
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "offsets"),
+    [
+        ("e\u0301e", ["é", "e"], [0, 2]),
+        ("aa\u0301aaa", ["a", "á", "a", "a", "a"], [0, 1, 3, 4, 5]),
+        ("abc", ["a", "b", "c"], [0, 1, 2]),
+    ],
+)
+def test_repeated_letters_of_a_prompt_in_another_normal_form_have_offsets_that_rise(
+    prompt: str, tokens: list[str], offsets: list[int]
+) -> None:
+    text_offsets = TextOffsets(Mock(special_ids=frozenset(), adds_space=False), prompt=prompt)
+    found = [text_offsets.advance(token, text.encode()) for token, text in enumerate(tokens)]
+    assert found == offsets

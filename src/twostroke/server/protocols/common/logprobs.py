@@ -204,13 +204,14 @@ class TextOffsets:
         """Return where a token's text begins in the prompt, and move past it.
 
         That is where the previous token ends, or near it in a text that the tokenizer normalizes.
+        Of two equally near places the later one counts, since most normalizers shorten texts.
         """
         prompt, offset = self._prompt, self._offset
         if self._adds_space and text[0] == " " != prompt[offset : offset + 1]:
             text = text[1:]  # without the space that the tokenizer has added
         first_offset = max(self._last_offset, offset - _MAX_SHIFT)
         shifted_offsets = range(first_offset, offset + _MAX_SHIFT + 1)
-        for start in sorted(shifted_offsets, key=lambda start: (abs(start - offset), start)):
+        for start in sorted(shifted_offsets, key=lambda start: (abs(start - offset), -start)):
             if prompt.startswith(text, start):
                 self._offset = start + len(text)
                 return start
